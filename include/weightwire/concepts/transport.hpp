@@ -1,0 +1,265 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stop_token>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <weightwire/concepts/tensor_stream.hpp>
+#include <weightwire/concepts/trainer_init_info.hpp>
+#include <weightwire/concepts/update_target.hpp>
+#include <weightwire/core/deadline.hpp>
+#include <weightwire/core/manifest.hpp>
+
+/// @file
+/// `Transport`: how bytes travel. A backend is a tag and a specialisation of `backend_traits<Tag>`;
+/// the concept checks that specialisation. There is no registry.
+///
+/// A round, on the trainer: for every part, the control call that announces it and `sender.send`
+/// run side by side, and whichever fails first stops the other. On the worker: `receiver.receive`
+/// runs inside that control call and returns when the part's bytes are in place.
+///
+/// Semantics:
+/// - Every member that takes a deadline gives up at it with `timeout_error`, and at the stop with
+/// `cancelled_error`.
+///   No call joins a peer without them. Destructors abort and never wait.
+/// - `prepare` may bind, allocate and export; it does not wait for a peer. `open` may; it runs
+/// beside the init call.
+/// - `parts()` is fixed by `open`. `send` reads exactly the part's tensors from the stream, in
+/// order.
+/// - A receiver writes only to what its target opened and reports each write. It validates
+/// everything that came from
+///   the peer before using it as a size, index or address.
+/// - After `receive` threw, the receiver may be released; it is not used again before the next
+/// `open`.
+
+namespace weightwire {
+
+/// Customisation point: specialise for your backend's tag. The primary is empty. A specialisation
+/// has `static constexpr std::string_view wire_name`, `static constexpr transport_capabilities
+/// capabilities`, and the types `init_info`, `sender` and `receiver`.
+template <class Tag>
+struct backend_traits {};
+
+/// What a transport can do; the engines choose by it.
+struct transport_capabilities {
+    bool host_memory = false;    ///< reads and writes host memory
+    bool device_memory = false;  ///< reads and writes device memory
+    bool one_sided = false;      ///< the worker reads without the trainer's help
+    bool drops_peers =
+        false;  ///< `sender.drop_peer(i)`: one peer's failure need not stop the others
+    bool speaks_vllm = false;  ///< can be spoken to a vLLM server; else only to our own worker
+};
+
+/// One server that the trainer sends to.
+struct peer_info {
+    std::string name;     ///< URL
+    int world_size = 1;   ///< worker ranks behind it
+    int rank_offset = 1;  ///< global rank of its first worker; the trainer's sender is rank 0
+    bool native = false;  ///< understands the native wire
+};
+
+/// What a sender learns before it prepares. Views live as long as the sender.
+struct sender_context {
+    const weightwire::manifest& parameters;
+    std::span<const peer_info> peers;
+    int world_size = 1;  ///< 1 + the sum of the peers'
+    tensor_lifetime lifetime = tensor_lifetime::until_next;
+    /// For a source whose addresses are stable: its tensors in manifest order. Else empty.
+    std::span<const tensor_view> stable_tensors{};
+};
+
+/// What one peer must be told at init.
+struct transport_init {
+    /// JSON object beside the wire parameters, travels inside the native init message: handles,
+    /// addresses.
+    std::string native{};
+    /// JSON objects to try as vLLM's `init_info`, newest form first; empty where vLLM is not
+    /// spoken.
+    std::vector<std::string> vllm{};
+};
+
+/// One update call's share of a round: a run of manifest positions.
+struct update_part {
+    std::size_t first = 0;
+    std::size_t count = 0;
+    /// JSON body of the call towards vLLM, serialized once; empty where vLLM is not spoken.
+    std::string vllm_body{};
+};
+
+/// What a receiver learns when it is made.
+struct receiver_context {
+    int local_rank = 0;   ///< rank behind this worker server
+    int global_rank = 1;  ///< rank in the transfer group; the sender is 0
+    int world_size = 2;   ///< size of the transfer group
+};
+
+/// A JSON value of an update request that only the backend understands.
+using wire_value = std::variant<std::monostate, bool, std::int64_t, double, std::string,
+                                std::vector<std::int64_t>>;
+
+/// What a peer said at init. Views live until `open` returns, the manifest until `release`.
+struct transport_open {
+    /// JSON object: `init_message()` of the trainer's init info, or a vLLM peer's whole
+    /// `init_info`.
+    std::string_view wire_parameters{};
+    /// JSON object: `transport_init::native` for this peer; empty from a vLLM peer.
+    std::string_view transport{};
+    /// The trainer's parameters; null from a vLLM peer, which names them in each update.
+    const manifest* parameters = nullptr;
+};
+
+/// One update call as a receiver sees it.
+struct update_message {
+    std::uint64_t round =
+        0;  ///< counts the trainer's rounds since init, from 1; 0 when the peer is vLLM's
+    std::size_t part = 0;  ///< index of the part in the round
+    bool native = false;
+    /// Fields of a vLLM-form request beside names, dtype names and shapes.
+    std::span<const std::pair<std::string, wire_value>> extras{};
+};
+
+template <class Tag>
+concept HasWireName = requires {
+    { backend_traits<Tag>::wire_name } -> std::convertible_to<std::string_view>;
+};
+template <class Tag>
+concept HasCapabilities = requires {
+    { backend_traits<Tag>::capabilities } -> std::convertible_to<transport_capabilities>;
+};
+template <class Tag>
+concept HasInitInfo = requires { typename backend_traits<Tag>::init_info; } &&
+                      TrainerInitInfo<typename backend_traits<Tag>::init_info>;
+
+/// `sender(init_info)`; cheap.
+template <class Tag>
+concept HasSender = HasInitInfo<Tag> && requires { typename backend_traits<Tag>::sender; } &&
+                    std::constructible_from<typename backend_traits<Tag>::sender,
+                                            const typename backend_traits<Tag>::init_info&>;
+/// `prepare(context)`: one `transport_init` a peer.
+template <class Tag>
+concept HasSenderPrepare =
+    requires(typename backend_traits<Tag>::sender& sender, const sender_context& context) {
+        { sender.prepare(context) } -> std::same_as<std::vector<transport_init>>;
+    };
+/// `open(deadline, stop)`.
+template <class Tag>
+concept HasSenderOpen = requires(typename backend_traits<Tag>::sender& sender, deadline until,
+                                 std::stop_token stop) { sender.open(until, stop); };
+/// `parts()`: the update calls of a round.
+template <class Tag>
+concept HasSenderParts = requires(const typename backend_traits<Tag>::sender& sender) {
+    { sender.parts() } -> std::convertible_to<std::span<const update_part>>;
+};
+/// `send(round, part, stream, deadline, stop)`: returns when the source's memory is no longer
+/// needed.
+template <class Tag>
+concept HasSend = requires(typename backend_traits<Tag>::sender& sender, std::uint64_t round,
+                           std::size_t part, tensor_stream& stream, deadline until,
+                           std::stop_token stop) { sender.send(round, part, stream, until, stop); };
+/// `close(deadline)`: releases everything; the destructor does the same without waiting.
+template <class Tag>
+concept HasSenderClose =
+    requires(typename backend_traits<Tag>::sender& sender, deadline until) { sender.close(until); };
+
+/// `receiver(context)`; cheap.
+template <class Tag>
+concept HasReceiver = requires {
+    typename backend_traits<Tag>::receiver;
+} && std::constructible_from<typename backend_traits<Tag>::receiver, const receiver_context&>;
+/// `open(init, deadline, stop)`: maps or joins what the peer's init message names.
+template <class Tag>
+concept HasReceiverOpen =
+    requires(typename backend_traits<Tag>::receiver& receiver, const transport_open& init,
+             deadline until, std::stop_token stop) { receiver.open(init, until, stop); };
+/// `receive(message, target, deadline, stop)`: returns when all bytes are in place.
+template <class Tag>
+concept HasReceive =
+    requires(typename backend_traits<Tag>::receiver& receiver, const update_message& message,
+             update_target& target, deadline until,
+             std::stop_token stop) { receiver.receive(message, target, until, stop); };
+/// `release() noexcept`: lets go of everything of the peer's.
+template <class Tag>
+concept HasReceiverRelease = requires(typename backend_traits<Tag>::receiver& receiver) {
+    { receiver.release() } noexcept;
+};
+
+/// How bytes travel, checked on `backend_traits<Tag>`.
+template <class Tag>
+concept Transport =
+    HasWireName<Tag> && HasCapabilities<Tag> && HasInitInfo<Tag> && HasSender<Tag> &&
+    HasSenderPrepare<Tag> && HasSenderOpen<Tag> && HasSenderParts<Tag> && HasSend<Tag> &&
+    HasSenderClose<Tag> && HasReceiver<Tag> && HasReceiverOpen<Tag> && HasReceive<Tag> &&
+    HasReceiverRelease<Tag>;
+
+/// Optional: `drop_peer(i) noexcept`, thread-safe: from now on the sender waits for no rank of that
+/// peer; `restore_peer(i)` undoes it before a round.
+template <class Sender>
+concept HasDropPeer = requires(Sender& sender, std::size_t peer) {
+    { sender.drop_peer(peer) } noexcept;
+    sender.restore_peer(peer);
+};
+
+/// Optional: `digests()`: after a round's last part, the digest of each parameter in manifest
+/// order, or empty when verification was not asked for. The worker compares them with its
+/// destinations before it commits.
+template <class Sender>
+concept HasDigests = requires(const Sender& sender) {
+    { sender.digests() } -> std::convertible_to<std::span<const std::uint64_t>>;
+};
+
+/// Optional: `description()`: one line that says what was chosen and why, known after `prepare`.
+template <class Half>
+concept HasDescription = requires(const Half& half) {
+    { half.description() } -> std::convertible_to<std::string>;
+};
+
+/// One readable line for every member that the backend of `Tag` lacks; call it under your
+/// specialisation.
+template <class Tag>
+consteval bool explain_transport() {
+    static_assert(HasWireName<Tag>,
+                  "Transport: add static constexpr std::string_view wire_name to backend_traits");
+    static_assert(
+        HasCapabilities<Tag>,
+        "Transport: add static constexpr transport_capabilities capabilities to backend_traits");
+    static_assert(HasInitInfo<Tag>,
+                  "Transport: add a member type init_info that models TrainerInitInfo");
+    static_assert(HasSender<Tag>,
+                  "Transport: add a member type sender, constructible from init_info");
+    if constexpr (HasSender<Tag>) {
+        static_assert(HasSenderPrepare<Tag>,
+                      "Transport: the sender needs prepare(const sender_context&) returning "
+                      "std::vector<transport_init>, one a peer");
+        static_assert(HasSenderOpen<Tag>,
+                      "Transport: the sender needs open(deadline, std::stop_token)");
+        static_assert(HasSenderParts<Tag>,
+                      "Transport: the sender needs parts() const returning a span of update_part");
+        static_assert(HasSend<Tag>,
+                      "Transport: the sender needs send(std::uint64_t round, std::size_t part, "
+                      "tensor_stream&, deadline, std::stop_token)");
+        static_assert(HasSenderClose<Tag>, "Transport: the sender needs close(deadline)");
+    }
+    static_assert(HasReceiver<Tag>,
+                  "Transport: add a member type receiver, constructible from receiver_context");
+    if constexpr (HasReceiver<Tag>) {
+        static_assert(HasReceiverOpen<Tag>,
+                      "Transport: the receiver needs open(const transport_open&, deadline, "
+                      "std::stop_token)");
+        static_assert(
+            HasReceive<Tag>,
+            "Transport: the receiver needs receive(const update_message&, update_target&, "
+            "deadline, std::stop_token)");
+        static_assert(HasReceiverRelease<Tag>, "Transport: the receiver needs release() noexcept");
+    }
+    return Transport<Tag>;
+}
+
+}  // namespace weightwire

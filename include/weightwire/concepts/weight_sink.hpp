@@ -1,0 +1,177 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <type_traits>
+
+#include <weightwire/core/deadline.hpp>
+#include <weightwire/core/manifest.hpp>
+#include <weightwire/core/tensor.hpp>
+
+/// @file
+/// `WeightSink`: where a worker rank's weights land, and when inference sees them.
+///
+/// A session is `begin`, writes to the destinations, `group_complete` as groups fill, `prepare`,
+/// then `commit` or `rollback`. Semantics:
+/// - Nothing is visible to inference before `commit`, everything after it (`in_place` sinks
+/// excepted: they report
+///   `dirty()` from the first write until a full commit).
+/// - `begin` returns one destination a manifest parameter, valid until `commit` or `rollback`; no
+/// two overlap. It
+///   throws `coverage_error` for a missing, unknown or wrong-shaped parameter, naming it, and may
+///   wait for readers up to the deadline. A second `begin` without an end is a `session_error`.
+/// - `prepare` does everything that can fail or block; after it `commit` only swaps or copies.
+/// - `commit` and `rollback` do not throw. `rollback` is legal at any time and idempotent.
+/// - `group_complete` may be called more than once for a group.
+/// - Calls come from one thread at a time; readers run beside them.
+///
+/// Model: `parameter_table`. Non-model: a sink that writes into live weights and calls that a
+/// commit.
+
+namespace weightwire {
+
+/// A weight version: assigned by the trainer, growing. 0: as loaded, never updated (`default` on
+/// the wire).
+using weight_version = std::uint64_t;
+
+/// How a sink makes an update visible.
+enum class commit_mode : std::uint8_t {
+    flip,      ///< staged beside the live tensors, then table entries are swapped
+    copy_in,   ///< staged, then copied once into fixed addresses
+    in_place,  ///< written straight into the live tensors; `dirty` until whole
+};
+
+/// The word that reports and messages use for `value`.
+[[nodiscard]] constexpr std::string_view to_string(commit_mode value) noexcept {
+    switch (value) {
+        case commit_mode::flip: return "flip";
+        case commit_mode::copy_in: return "copy_in";
+        case commit_mode::in_place: return "in_place";
+    }
+    return "unknown";
+}
+
+/// What a sink learns of the session it takes part in.
+struct session_info {
+    std::uint64_t epoch = 0;     ///< counts inits of this worker; a takeover begins a new one
+    std::uint64_t session = 0;   ///< counts starts of this worker, never reused
+    weight_version version = 0;  ///< what a commit will make visible
+    bool partial = false;        ///< declared at start: not every parameter will come
+};
+
+/// Where one manifest parameter goes.
+struct destination {
+    enum class kind_type : std::uint8_t {
+        place,   ///< write all its bytes to `where`
+        frozen,  ///< the sink keeps what it has; the bytes are not wanted
+        alias,   ///< shares the storage of manifest parameter `alias_of`, which is written instead
+    };
+    kind_type kind = kind_type::place;
+    mutable_tensor_view where{};  ///< dtype and shape as in the manifest, any strides
+    std::size_t alias_of = 0;     ///< manifest position of the owner
+};
+
+/// `begin(session, manifest, deadline)`: a destination for every manifest parameter.
+template <class S>
+concept HasBegin =
+    requires(S& sink, const session_info& session, const manifest& parameters, deadline until) {
+        {
+            sink.begin(session, parameters, until)
+        } -> std::convertible_to<std::span<const destination>>;
+    };
+/// `group_complete(group)`: every parameter of a group has all its bytes (install hook).
+template <class S>
+concept HasGroupComplete = requires(S& sink, std::size_t group) { sink.group_complete(group); };
+/// `prepare(deadline)`: everything that can fail.
+template <class S>
+concept HasPrepare = requires(S& sink, deadline until) { sink.prepare(until); };
+/// `commit(version) noexcept`.
+template <class S>
+concept HasCommit = requires(S& sink, weight_version version) {
+    { sink.commit(version) } noexcept;
+};
+/// `rollback() noexcept`.
+template <class S>
+concept HasRollback = requires(S& sink) {
+    { sink.rollback() } noexcept;
+};
+/// `version()` last committed whole, and whether the live weights are a mix.
+template <class S>
+concept HasVersionAndDirty = requires(const S& sink) {
+    { sink.version() } -> std::convertible_to<weight_version>;
+    { sink.dirty() } -> std::convertible_to<bool>;
+};
+
+/// Where weights land.
+template <class S>
+concept WeightSink =
+    HasBegin<std::remove_reference_t<S>> && HasGroupComplete<std::remove_reference_t<S>> &&
+    HasPrepare<std::remove_reference_t<S>> && HasCommit<std::remove_reference_t<S>> &&
+    HasRollback<std::remove_reference_t<S>> && HasVersionAndDirty<std::remove_reference_t<S>>;
+
+/// Optional: destinations exist only around their writes (a bounded bounce buffer):
+/// `open_destination(i)` before the first byte of parameter `i`, `placed(i)` after the last.
+/// Parameters are opened in manifest order.
+template <class S>
+concept HasBouncedDestinations = requires(S& sink, std::size_t parameter, deadline until) {
+    { sink.open_destination(parameter, until) } -> std::same_as<mutable_tensor_view>;
+    sink.placed(parameter, until);
+};
+
+/// Optional: how commits work, for reports.
+template <class S>
+concept HasCommitMode = requires(const S& sink) {
+    { sink.mode() } -> std::convertible_to<commit_mode>;
+};
+
+/// Optional: `acquire()` gives a counted snapshot of committed weights that names its version; what
+/// `/weight_checker` and inference read through. A snapshot has `version()`, `size()`, `name(i)`
+/// and `tensor(i)`.
+template <class S>
+concept HasSnapshots = requires(std::remove_reference_t<S>& sink, std::size_t i) {
+    { sink.acquire().version() } -> std::convertible_to<weight_version>;
+    { sink.acquire().size() } -> std::convertible_to<std::size_t>;
+    { sink.acquire().name(i) } -> std::convertible_to<std::string_view>;
+    { sink.acquire().tensor(i) } -> std::convertible_to<tensor_view>;
+};
+
+/// One readable line for every member that `S` lacks.
+template <class S>
+consteval bool explain_weight_sink() {
+    static_assert(
+        HasBegin<S>,
+        "WeightSink: add begin(const session_info&, const manifest&, deadline) returning a "
+        "span of destination, one a manifest parameter");
+    static_assert(HasGroupComplete<S>, "WeightSink: add group_complete(std::size_t group)");
+    static_assert(HasPrepare<S>,
+                  "WeightSink: add prepare(deadline), which does everything that can fail");
+    static_assert(HasCommit<S>, "WeightSink: add commit(weight_version) noexcept");
+    static_assert(HasRollback<S>, "WeightSink: add rollback() noexcept");
+    static_assert(HasVersionAndDirty<S>, "WeightSink: add const members version() and dirty()");
+    return WeightSink<S>;
+}
+
+namespace archetypes {
+
+/// The least that models `WeightSink`.
+struct weight_sink {
+    std::span<const destination> begin(const session_info&, const manifest&, deadline) {
+        return {};
+    }
+    void group_complete(std::size_t) {}
+    void prepare(deadline) {}
+    void commit(weight_version) noexcept {}
+    void rollback() noexcept {}
+    weight_version version() const { return 0; }
+    bool dirty() const { return false; }
+};
+
+}  // namespace archetypes
+
+static_assert(WeightSink<archetypes::weight_sink>);
+
+}  // namespace weightwire
