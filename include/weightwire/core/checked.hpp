@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <utility>
 
 /// @file
 /// Arithmetic on sizes that came from somebody else: no result where the exact one does not fit.
@@ -30,11 +31,7 @@ namespace weightwire {
 /// `value` as `To`, or nothing where it does not fit.
 template <std::integral To, std::integral From>
 [[nodiscard]] constexpr std::optional<To> checked_cast(From value) noexcept {
-    const auto result = static_cast<To>(value);
-    if (static_cast<From>(result) != value || ((result < To{}) != (value < From{}))) {
-        return std::nullopt;
-    }
-    return result;
+    return std::in_range<To>(value) ? std::optional{static_cast<To>(value)} : std::nullopt;
 }
 
 }  // namespace weightwire

@@ -18,8 +18,8 @@
 /// The digest of a tensor: 64 bits, keyed by position, the same on host and device, combinable over
 /// pieces.
 ///
-/// Word `i` is bytes `8i … 8i+7` of the tensor in C order, little endian, the last one padded with
-/// zeros. With all arithmetic modulo 2^64 and `C = 0x9E3779B97F4A7C15`:
+/// Word `i` is bytes `8i` to `8i+7` of the tensor in C order, little endian, the last one padded
+/// with zeros. With all arithmetic modulo 2^64 and `C = 0x9E3779B97F4A7C15`:
 ///
 ///     v(i)   = (word(i) + (i + 1) * C);   v ^= v >> 32;   v *= 0xD6E8FEB86659FD93;   v ^= v >> 29
 ///     digest = finish(sum of v(i), byte count)

@@ -92,10 +92,11 @@ private:
 [[nodiscard]] constexpr std::array<std::int64_t, max_dimensions> contiguous_strides(
     const shape& extents) noexcept {
     std::array<std::int64_t, max_dimensions> strides{};
-    std::int64_t step = 1;
+    // Unsigned: beside an extent of 0 the others may multiply to anything, and no stride is used.
+    std::uint64_t step = 1;
     for (std::size_t i = extents.size(); i-- > 0;) {
-        strides[i] = step;
-        step *= std::max<std::int64_t>(extents[i], 1);
+        strides[i] = static_cast<std::int64_t>(step);
+        step *= static_cast<std::uint64_t>(std::max<std::int64_t>(extents[i], 1));
     }
     return strides;
 }

@@ -78,12 +78,12 @@ public:
         if (byte_size_ == 0) {
             return true;
         }
-        std::int64_t step = 1;
+        std::uint64_t step = 1;
         for (std::size_t i = extents_.size(); i-- > 0;) {
-            if (extents_[i] != 1 && strides_[i] != step) {
+            if (extents_[i] != 1 && static_cast<std::uint64_t>(strides_[i]) != step) {
                 return false;
             }
-            step *= extents_[i];
+            step *= static_cast<std::uint64_t>(extents_[i]);
         }
         return true;
     }

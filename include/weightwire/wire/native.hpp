@@ -26,25 +26,25 @@ inline constexpr std::string_view native_content_type = "application/vnd.weightw
 /// `weightwire` in the reply to `GET /version`: what a worker offers.
 struct native_offer {
     int wire = native_version;
-    std::vector<std::string> backends;      ///< wire names
-    std::vector<std::string> memory_kinds;  ///< `host`, `cuda`
-    std::string commit_mode;                ///< `flip`, `copy_in`, `in_place`
-    std::uint64_t max_update_bytes = 0;     ///< body limit of update and init calls
-    std::uint64_t max_body_bytes = 0;       ///< body limit of the others
+    std::vector<std::string> backends{};      ///< wire names
+    std::vector<std::string> memory_kinds{};  ///< `host`, `cuda`
+    std::string commit_mode{};                ///< `flip`, `copy_in`, `in_place`
+    std::uint64_t max_update_bytes = 0;       ///< body limit of update and init calls
+    std::uint64_t max_body_bytes = 0;         ///< body limit of the others
 };
 
 /// `init_info.weightwire` in the init call.
 struct native_init {
     int wire = native_version;
-    std::string backend;  ///< wire name
+    std::string backend{};  ///< wire name
     int rank_offset = 1;
     int world_size = 2;
     std::uint64_t plan_hash =
         0;  ///< `plan_hash` over all of this; the worker computes its own and compares
-    std::int64_t budget_ms = 0;   ///< time the trainer will wait for this call
-    manifest parameters;          ///< set name, names, dtypes, shapes
-    std::string wire_parameters;  ///< JSON object of the trainer's init info, in the plan hash
-    std::string transport;        ///< JSON object of the backend, per peer: handles, addresses
+    std::int64_t budget_ms = 0;     ///< time the trainer will wait for this call
+    manifest parameters{};          ///< set name, names, dtypes, shapes
+    std::string wire_parameters{};  ///< JSON object of the trainer's init info, in the plan hash
+    std::string transport{};        ///< JSON object of the backend, per peer: handles, addresses
 };
 
 /// `weightwire` in the reply to init.
@@ -52,7 +52,7 @@ struct native_init_reply {
     std::uint64_t epoch = 0;      ///< names this init; travels in every later call
     std::uint64_t plan_hash = 0;  ///< as the worker computed it
     std::uint64_t version = 0;    ///< last whole version
-    std::string commit_mode;
+    std::string commit_mode{};
     bool dirty = false;
 };
 
@@ -91,12 +91,13 @@ struct native_update_reply {
 struct native_finish {
     std::uint64_t epoch = 0;
     std::uint64_t session = 0;
+    std::uint64_t version = 0;  ///< as at start; travels as vLLM's `weight_version`, in decimal
     std::int64_t budget_ms = 0;
     /// Boot id and CLOCK_MONOTONIC instant after which the trainer no longer counts on a commit: a
     /// worker of the same boot that is stopped and resumed later rolls back.
-    std::string boot_id;
+    std::string boot_id{};
     std::int64_t commit_before_ns = 0;
-    std::vector<std::uint64_t> digests;  ///< of every parameter, in manifest order, or empty
+    std::vector<std::uint64_t> digests{};  ///< of every parameter, in manifest order, or empty
 };
 
 /// `weightwire` in the reply to finish.
@@ -138,3 +139,6 @@ struct native_finish_reply {
 [[nodiscard]] native_finish_reply decode_finish_reply(std::string_view body);
 
 }  // namespace weightwire::wire
+
+// The bodies.
+#include <weightwire/wire/native_codec.hpp>  // IWYU pragma: export

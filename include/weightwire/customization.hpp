@@ -1,0 +1,37 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+/// @file
+/// Every customisation point, in one list. There is no ADL hook, no virtual function and no
+/// registration: a point is tried in the order specialised trait, member, default.
+///
+/// - `backend_traits<Tag>` (concepts/transport.hpp): a backend. `wire_name`, `capabilities`, and
+/// the
+///   types `init_info`, `sender` and `receiver`.
+/// - `source_traits<S>::lifetime`, then `S::lifetime` (concepts/weight_source.hpp): how long
+/// yielded
+///   tensors stay valid. Default: `until_next`.
+/// - `S::groups()`, `S::weights(group)`, `S::held_names()` (concepts/weight_source.hpp): gather
+///   groups, and what a rank holds. Default: cut by position; everything.
+/// - `Sink::open_destination`, `Sink::placed` (concepts/weight_sink.hpp): destinations that exist
+///   only around their writes.
+/// - `Sink::acquire()` (concepts/weight_sink.hpp): snapshots, which `/weight_checker` needs.
+/// - `Sink::parameters()` (engine/worker_engine.hpp): what the sink expects, which updates in
+/// vLLM's
+///   form need.
+/// - `Sender::drop_peer`, `restore_peer` (concepts/transport.hpp): a failed peer does not stop the
+///   others, and may return.
+/// - `Sender::digests()` (concepts/transport.hpp): workers compare before they commit.
+/// - `Half::description()` (concepts/transport.hpp): one line for the `chosen` event.
+/// - `Client::request` (concepts/sync_client.hpp): probing, world size, pause and resume.
+/// - Models of `TrainerGroup`, `EventSink`, `HttpClient` (concepts/): how ranks agree, who is told,
+///   how HTTP is spoken.
+
+#include <weightwire/concepts/event_sink.hpp>
+#include <weightwire/concepts/http_client.hpp>
+#include <weightwire/concepts/sync_client.hpp>
+#include <weightwire/concepts/trainer_group.hpp>
+#include <weightwire/concepts/trainer_init_info.hpp>
+#include <weightwire/concepts/transport.hpp>
+#include <weightwire/concepts/weight_sink.hpp>
+#include <weightwire/concepts/weight_source.hpp>

@@ -1,0 +1,134 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <weightwire/concepts/sync_client.hpp>
+#include <weightwire/concepts/transport.hpp>
+#include <weightwire/core/failure.hpp>
+#include <weightwire/engine/sync_report.hpp>
+#include <weightwire/wire/native.hpp>
+#include <weightwire/wire/reply_failure.hpp>
+
+/// @file
+/// What a trainer's sender knows of its peers between and during rounds.
+
+namespace weightwire::detail {
+
+/// One peer. `live` may be cleared from a client's thread; the rest belongs to the thread in
+/// `send_weights()`.
+struct peer_state {
+    peer_info info{};
+    transport_init init{};
+    std::uint64_t epoch = 0;
+    std::uint64_t session = 0;
+    weight_version version = 0;
+    bool taken_over = false;  ///< another trainer's init replaced ours: never taken back by itself
+    std::atomic<bool> live{false};  ///< takes part in the round
+    bool asked = false;             ///< by the init call under way
+    failure error{};                ///< why it does not
+    std::uint64_t bytes = 0;
+    double data_seconds = 0;
+    std::string body{};  ///< of the call under way
+    std::array<char, 64> update_body{};
+};
+
+/// All peers, with the arrays that a control call reads: bodies and mask.
+class peer_table {
+public:
+    void resize(std::size_t count) {
+        while (peers_.size() < count) {
+            peers_.emplace_back();
+        }
+        bodies_.resize(count);
+        mask_.resize(count);
+    }
+    [[nodiscard]] std::size_t size() const noexcept { return peers_.size(); }
+    [[nodiscard]] peer_state& operator[](std::size_t i) noexcept { return peers_[i]; }
+    [[nodiscard]] std::size_t index_of(const peer_state& peer) const noexcept {
+        std::size_t i = 0;
+        while (&peers_[i] != &peer) {
+            ++i;
+        }
+        return i;
+    }
+    [[nodiscard]] std::span<const peer_info> infos() {
+        infos_.clear();
+        for (const auto& peer : peers_) {
+            infos_.push_back(peer.info);
+        }
+        return infos_;
+    }
+    [[nodiscard]] auto begin() noexcept { return peers_.begin(); }
+    [[nodiscard]] auto end() noexcept { return peers_.end(); }
+
+    [[nodiscard]] std::size_t live_count() const noexcept {
+        std::size_t count = 0;
+        for (const auto& peer : peers_) {
+            count += peer.live ? 1U : 0U;
+        }
+        return count;
+    }
+
+    /// A message that asks the live peers, each with its own `body`.
+    [[nodiscard]] control_message to_live() {
+        return message([](peer_state& peer) { return std::string_view{peer.body}; },
+                       [](const peer_state& peer) { return peer.live.load(); });
+    }
+    /// The same with the 64-byte update call.
+    [[nodiscard]] control_message update_to_live() {
+        return message(
+            [](peer_state& peer) {
+                return std::string_view{peer.update_body.data(), peer.update_body.size()};
+            },
+            [](const peer_state& peer) { return peer.live.load(); });
+    }
+    /// A message that asks the peers that `asked` picks, each with its own `body`.
+    template <class Pick>
+    [[nodiscard]] control_message to(Pick asked) {
+        return message([](peer_state& peer) { return std::string_view{peer.body}; }, asked);
+    }
+
+    /// Takes a peer out of the round and keeps why. Not for use while a control call is under way.
+    void lose(std::size_t i, failure why) {
+        peers_[i].live = false;
+        peers_[i].taken_over =
+            peers_[i].taken_over || (why.kind == "session" && why.context.native_code == 409);
+        peers_[i].error = std::move(why);
+    }
+
+    /// The first failure that peers brought into this round.
+    [[nodiscard]] failure first_failure() const {
+        for (const auto& peer : peers_) {
+            if (peer.error) {
+                return peer.error;
+            }
+        }
+        return {};
+    }
+
+private:
+    template <class Body, class Pick>
+    control_message message(Body body, Pick asked) {
+        for (std::size_t i = 0; i < peers_.size(); ++i) {
+            mask_[i] = asked(peers_[i]) ? 1 : 0;
+            bodies_[i] = mask_[i] != 0 ? body(peers_[i]) : std::string_view{};
+        }
+        return {.bodies = bodies_, .only = mask_};
+    }
+
+    std::deque<peer_state> peers_;
+    std::vector<peer_info> infos_;
+    std::vector<std::string_view> bodies_;
+    std::vector<unsigned char> mask_;
+};
+
+}  // namespace weightwire::detail

@@ -1,0 +1,237 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <weightwire/concepts/update_target.hpp>
+#include <weightwire/concepts/weight_sink.hpp>
+#include <weightwire/core/digest.hpp>
+#include <weightwire/core/error.hpp>
+#include <weightwire/core/manifest.hpp>
+#include <weightwire/engine/tensor_digest.hpp>
+#include <weightwire/plan/coverage.hpp>
+#include <weightwire/plan/groups.hpp>
+
+/// @file
+/// One rank's part of a session: its sink's destinations, what has been written to them, and the
+/// checks that stand between that and a commit.
+
+namespace weightwire::detail {
+
+/// What the ranks of a session share: the list of parameters and its layer groups.
+class session_list {
+public:
+    session_list() = default;
+    /// @param parameters lives as long as this object.
+    explicit session_list(const manifest& parameters)
+        : parameters_{&parameters}, groups_{plan::layerwise_groups(parameters)} {
+        with_bytes_.resize(groups_.group_count);
+        for (std::size_t i = 0; i < parameters.size(); ++i) {
+            with_bytes_[groups_.group_of[i]] += parameters[i].byte_size() != 0 ? 1U : 0U;
+        }
+    }
+
+    [[nodiscard]] const manifest& parameters() const noexcept { return *parameters_; }
+    [[nodiscard]] std::size_t group_of(std::size_t i) const noexcept { return groups_.group_of[i]; }
+    [[nodiscard]] std::size_t group_count() const noexcept { return groups_.group_count; }
+    /// Parameters that have bytes, of each group.
+    [[nodiscard]] const std::vector<std::size_t>& with_bytes() const noexcept {
+        return with_bytes_;
+    }
+
+private:
+    const manifest* parameters_ = nullptr;
+    plan::group_assignment groups_;
+    std::vector<std::size_t> with_bytes_;
+};
+
+/// From `begin` to `commit` or `rollback` on one sink. Models what `update_target` is made over.
+/// One thread at a time. Between `begin` and `complete` nothing is allocated unless it throws.
+template <WeightSink Sink>
+class rank_session {
+public:
+    explicit rank_session(Sink& sink) noexcept : sink_{&sink} {}
+
+    /// Asks the sink for its destinations.
+    /// @param list lives until the session ends.
+    /// @throws what the sink throws; usage_error the sink broke its contract.
+    void begin(const session_info& info, const session_list& list, deadline until) {
+        list_ = &list;
+        open_ = true;  // also when begin throws half way: rollback is legal at any time
+        destinations_ = sink_->begin(info, list.parameters(), until);
+        check_destinations();
+        coverage_ = coverage{list.parameters()};
+        missing_ = list.with_bytes();
+        bytes_ = 0;
+        if constexpr (HasBouncedDestinations<Sink>) {
+            opened_.assign(destinations_.size(), {});
+            digests_.assign(destinations_.size(), digest({}));
+        }
+    }
+
+    /// @copydoc update_target::open
+    [[nodiscard]] mutable_tensor_view open(std::size_t i, deadline until) {
+        if (destinations_[i].kind != destination::kind_type::place) {
+            return {};
+        }
+        if constexpr (HasBouncedDestinations<Sink>) {
+            return opened_[i] = sink_->open_destination(i, until);
+        } else {
+            return destinations_[i].where;
+        }
+    }
+
+    /// @copydoc update_target::wrote
+    void wrote(std::size_t i, std::uint64_t offset, std::uint64_t count, deadline until) {
+        const bool whole = coverage_.wrote(i, offset, count);
+        const bool placed = destinations_[i].kind == destination::kind_type::place;
+        bytes_ += placed ? count : 0;
+        if (!whole || count == 0) {
+            return;
+        }
+        if constexpr (HasBouncedDestinations<Sink>) {
+            if (placed) {
+                digests_[i] = tensor_digest(opened_[i]);  // the buffer is gone after this
+                sink_->placed(i, until);
+            }
+        }
+        const auto group = list_->group_of(i);
+        if (--missing_[group] == 0) {
+            sink_->group_complete(group);
+        }
+    }
+
+    /// Everything that can fail before a commit: coverage, digests, the sink's own preparation.
+    /// @param digests one a parameter, or empty.
+    /// @throws coverage_error, integrity_error naming the tensor; what the sink throws.
+    void complete(std::span<const std::uint64_t> digests, deadline until) {
+        check_coverage();
+        for (std::size_t i = 0; i < digests.size(); ++i) {
+            check_digest(i, digests[i]);
+        }
+        for (std::size_t group = 0; group < list_->group_count(); ++group) {
+            if (list_->with_bytes()[group] == 0) {
+                sink_->group_complete(group);  // no write has announced it
+            }
+        }
+        sink_->prepare(until);
+    }
+
+    void commit(weight_version version) noexcept {
+        sink_->commit(version);
+        open_ = false;
+    }
+    /// Idempotent.
+    void rollback() noexcept {
+        if (std::exchange(open_, false)) {
+            destinations_ = {};
+            sink_->rollback();
+        }
+    }
+
+    /// Bytes placed so far: those of frozen parameters and aliases are not.
+    [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
+    [[nodiscard]] Sink& sink() const noexcept { return *sink_; }
+
+private:
+    /// A sink is the user's code: what it promises is checked once a session, not trusted.
+    void check_destinations() const {
+        const auto& parameters = list_->parameters();
+        if (destinations_.size() != parameters.size()) {
+            throw usage_error{"the sink gave " + std::to_string(destinations_.size()) +
+                                  " destinations for " + std::to_string(parameters.size()) +
+                                  " parameters",
+                              {.phase = phase::start}};
+        }
+        for (std::size_t i = 0; i < destinations_.size(); ++i) {
+            const auto& where = destinations_[i];
+            const bool alias = where.kind == destination::kind_type::alias;
+            bool fits = !alias || where.alias_of < destinations_.size();
+            if (where.kind == destination::kind_type::place && !HasBouncedDestinations<Sink>) {
+                fits = where.where.type() == parameters[i].dtype &&
+                       where.where.extents() == parameters[i].shape &&
+                       (where.where.data() != nullptr || parameters[i].byte_size() == 0);
+            }
+            if (!fits) {
+                throw usage_error{
+                    "the sink's destination has no address, another dtype or shape, or an alias "
+                    "that is not in the list",
+                    {.phase = phase::start, .tensor = parameters[i].name}};
+            }
+        }
+    }
+
+    /// Whether a commit needs all bytes of parameter `i`. What the sink has declared frozen or an
+    /// alias need not come; where it begins to come, it must come whole.
+    [[nodiscard]] bool lacks(std::size_t i) const noexcept {
+        const bool wanted = destinations_[i].kind == destination::kind_type::place;
+        return !coverage_.whole(i) && (wanted || !coverage_.untouched(i));
+    }
+
+    void check_coverage() const {
+        if (bytes_ == 0) {
+            throw coverage_error{"the session moved 0 bytes; nothing is committed",
+                                 {.phase = phase::finish}};
+        }
+        const auto count = destinations_.size();
+        std::size_t lacking = 0;
+        std::size_t first = count;
+        for (std::size_t i = count; i-- > 0 && !coverage_.all_whole();) {
+            lacking += lacks(i) ? 1U : 0U;
+            first = lacks(i) ? i : first;
+        }
+        if (lacking != 0) {
+            throw coverage_error{std::to_string(lacking) + " of " + std::to_string(count) +
+                                     " parameters are not whole, this one first; nothing is "
+                                     "committed",
+                                 {.phase = phase::finish,
+                                  .tensor = list_->parameters()[first].name,
+                                  .bytes_total = list_->parameters()[first].byte_size()}};
+        }
+    }
+
+    void check_digest(std::size_t i, std::uint64_t expected) const {
+        const auto& parameter = list_->parameters()[i];
+        const auto& kind = destinations_[i].kind;
+        // An alias shares its owner's storage, so it must have been sent with the same bytes.
+        const auto at = kind == destination::kind_type::alias ? destinations_[i].alias_of : i;
+        if (kind == destination::kind_type::frozen || parameter.byte_size() == 0 ||
+            destinations_[at].kind != destination::kind_type::place || !coverage_.whole(i) ||
+            !coverage_.whole(at)) {
+            return;
+        }
+        const auto found = digest_of(at);
+        if (found != expected) {
+            throw integrity_error{"the bytes in place have digest " + digest_text(found) +
+                                      ", the trainer sent digest " + digest_text(expected) +
+                                      "; nothing is committed, send again",
+                                  {.phase = phase::finish, .tensor = parameter.name}};
+        }
+    }
+
+    [[nodiscard]] std::uint64_t digest_of(std::size_t i) const {
+        if constexpr (HasBouncedDestinations<Sink>) {
+            return digests_[i];
+        } else {
+            return tensor_digest(destinations_[i].where);
+        }
+    }
+
+    Sink* sink_;
+    const session_list* list_ = nullptr;
+    std::span<const destination> destinations_;
+    coverage coverage_;
+    std::vector<std::size_t> missing_;  ///< parameters with bytes that are not whole, by group
+    std::uint64_t bytes_ = 0;
+    bool open_ = false;
+    // Only where destinations exist around their writes.
+    std::vector<mutable_tensor_view> opened_;
+    std::vector<std::uint64_t> digests_;
+};
+
+}  // namespace weightwire::detail

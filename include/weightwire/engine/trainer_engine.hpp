@@ -1,0 +1,284 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <ranges>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <weightwire/concepts/event_sink.hpp>
+#include <weightwire/concepts/sync_client.hpp>
+#include <weightwire/concepts/tensor_stream.hpp>
+#include <weightwire/concepts/trainer_group.hpp>
+#include <weightwire/concepts/trainer_init_info.hpp>
+#include <weightwire/concepts/transport.hpp>
+#include <weightwire/concepts/weight_source.hpp>
+#include <weightwire/engine/rank_agreement.hpp>
+#include <weightwire/engine/sync_report.hpp>
+#include <weightwire/engine/trainer_options.hpp>
+#include <weightwire/engine/trainer_session.hpp>
+
+/// @file
+/// The trainer's engine: composed at compile time from a backend, a source, a client, and how its
+/// ranks agree.
+
+namespace weightwire {
+
+/// Sends a source's weights to the client's peers, once a round. Make one with `trainer_init`.
+///
+/// `Source`, `Client`, `Group` and `Events` are references for what the engine borrows, values for
+/// what it owns. All members are collective among the ranks of `Group`: every rank calls them in
+/// the same order, and every rank's call ends with the same report or the same error. Only rank 0
+/// speaks to the client and sends; the other ranks advance their sources in lockstep, since
+/// materializing a tensor is usually a collective.
+///
+/// Not thread-safe, not movable. The destructor releases everything without waiting for a peer;
+/// `close` is orderly.
+template <class Tag, class Source, class Client, class Group = single_rank,
+          class Events = no_events>
+    requires Transport<Tag> && WeightSource<Source> && SyncClient<Client> && TrainerGroup<Group> &&
+             EventSink<Events>
+class trainer_engine {
+    using source_type = std::remove_reference_t<Source>;
+    using session_type = detail::trainer_session<Tag, Client, std::remove_reference_t<Events>>;
+
+public:
+    using init_info = typename backend_traits<Tag>::init_info;
+
+    /// Agrees among the ranks on the parameters, then with every peer on the plan, and opens the
+    /// transport. Blocks at most `options.init_budget`.
+    /// @throws usage_error `info.rank` is not the group's rank.
+    /// @throws mismatch_error ranks or peers disagree; says on what.
+    /// @throws error what the first failing peer said; at init every peer must take part.
+    trainer_engine(init_info info, Client&& client, Source&& source, trainer_options options = {},
+                   Group&& group = Group{}, Events&& events = Events{})
+        : client_{std::forward<Client>(client)},
+          source_{std::forward<Source>(source)},
+          group_{std::forward<Group>(group)},
+          events_{std::forward<Events>(events)},
+          options_{std::move(options)},
+          parameters_{collect_metadata(), options_.set_name} {
+        const auto until = deadline::after(options_.init_budget);
+        if (info.rank != group_.rank()) {
+            throw usage_error{"the init info says rank " + std::to_string(info.rank) +
+                                  ", the trainer group rank " + std::to_string(group_.rank()),
+                              {.phase = phase::init}};
+        }
+        if (parameters_.total_bytes() == 0) {
+            throw data_error{"the source has no bytes to send", {.phase = phase::init}};
+        }
+        require_equal(group_, parameters_.hash(), "list of parameters", until);
+        together(phase::init, until, [&] {
+            const auto stable = collect_stable();
+            if (group_.rank() == 0) {
+                session_.emplace(info, client_, events_, options_);
+                session_->open(parameters_, lifetime_of<Source>(), stable, until);
+                next_version_ = session_->next_version();
+            }
+        });
+    }
+    trainer_engine(const trainer_engine&) = delete;
+    trainer_engine& operator=(const trainer_engine&) = delete;
+    ~trainer_engine() = default;
+
+    /// Moves all weights to every live peer and commits them there. Blocks at most until the
+    /// round's deadline.
+    ///
+    /// A peer that fails does not stop the others; it keeps its old version (or says that it is
+    /// dirty) and is asked to take part again in the next round.
+    /// @returns one outcome a peer, and the figures of each phase.
+    /// @throws error the source failed on any rank, or no peer committed, or (unless
+    /// `tolerate_failed_peers`) one
+    ///   peer did not commit; `last_report()` tells about the others.
+    sync_report send_weights(const send_options& options = {}) {
+        const auto until = options.deadline.value_or(deadline::after(options_.send_budget));
+        const auto begin = deadline::clock::now();
+        report_ = {.version = options.version.value_or(next_version_), .round = ++round_};
+        next_version_ = std::max(next_version_, report_.version) + 1;
+        run_phase(phase::start, report_.start, until, [&] {
+            if (session_) {
+                session_->start(round_, report_.version, options.force, until);
+            }
+        });
+        run_phase(phase::update, report_.update, until, [&] { move(until); });
+        report_.update.bytes = parameters_.total_bytes();
+        run_phase(phase::finish, report_.finish, until, [&] {
+            if (session_) {
+                session_->finish(until);
+                note_outcomes();
+            }
+        });
+        report_.total_seconds = detail::seconds_since(begin);
+        report_ = agree(group_, std::move(report_), after_peers(until));
+        const auto failed = report_.first_failure();
+        if (failed && (report_.committed() == 0 || !options.tolerate_failed_peers)) {
+            failed.raise();
+        }
+        return report_;
+    }
+
+    /// The report of the last round, also of one that threw after its peers' outcomes were known.
+    [[nodiscard]] const sync_report& last_report() const noexcept { return report_; }
+    [[nodiscard]] const manifest& parameters() const noexcept { return parameters_; }
+    /// 1 + the worker ranks of all peers. Known on rank 0; 0 elsewhere.
+    [[nodiscard]] int world_size() const noexcept { return session_ ? session_->world_size() : 0; }
+
+    /// The version that `send_weights()` sends when it is given none.
+    [[nodiscard]] weight_version next_version() const noexcept { return next_version_; }
+
+    /// Lets go of the transport in order, after the last round. Peers keep what they committed.
+    void close(deadline until) {
+        together(phase::close, until, [&] {
+            if (session_) {
+                session_->close(until);
+                session_.reset();
+            }
+        });
+    }
+
+private:
+    [[nodiscard]] std::vector<param_meta> collect_metadata() {
+        std::vector<param_meta> out;
+        for (auto&& entry : source_.metadata()) {
+            out.push_back(param_meta(std::forward<decltype(entry)>(entry)));
+        }
+        return out;
+    }
+
+    /// For a source of stable addresses: where its tensors are. One pass, on every rank.
+    [[nodiscard]] std::vector<tensor_view> collect_stable() {
+        std::vector<tensor_view> out;
+        if constexpr (lifetime_of<Source>() == tensor_lifetime::stable) {
+            round_of<source_type> round{source_, parameters_};
+            auto stream = round.stream();
+            while (const auto* entry = stream.next()) {
+                out.push_back(entry->tensor);
+            }
+        }
+        return out;
+    }
+
+    /// The data move: the sender reads the source; the other ranks advance theirs. A failed rank
+    /// still advances its source to the end, because the others may be in a collective with it.
+    void move(deadline until) {
+        round_of<source_type> round{source_, parameters_};
+        auto stream = round.stream();
+        try {
+            if (session_) {
+                session_->update(stream, before_finish(until));
+            } else {
+                while (stream.next() != nullptr) {
+                }
+            }
+        } catch (...) {
+            const auto first = std::current_exception();
+            if (group_.size() > 1) {
+                drain(stream);
+            }
+            std::rethrow_exception(first);
+        }
+    }
+
+    /// A second failure of a source that already failed says nothing new.
+    static void drain(tensor_stream& stream) noexcept {
+        try {
+            stream.drain();
+        } catch (...) {  // NOLINT(bugprone-empty-catch)
+        }
+    }
+
+    template <class Step>
+    void run_phase(phase where, phase_figure& figure, deadline until, Step step) {
+        const auto begin = deadline::clock::now();
+        detail::tell(events_,
+                     {.kind = event_kind::phase_begun, .phase = where, .version = report_.version});
+        together(where, until, step);
+        figure.seconds = detail::seconds_since(begin);
+        detail::tell(
+            events_,
+            {.kind = event_kind::phase_ended,
+             .phase = where,
+             .version = report_.version,
+             .elapsed = std::chrono::nanoseconds{static_cast<std::int64_t>(figure.seconds * 1e9)}});
+    }
+
+    /// Runs `step` on every rank; all end alike. What failed here is thrown as it was, what failed
+    /// elsewhere as the same leaf. After a failure the workers' open sessions are given up.
+    template <class Step>
+    void together(phase where, deadline until, Step step) {
+        failure mine;
+        std::exception_ptr thrown;
+        try {
+            step();
+        } catch (...) {
+            mine = failure::current(where);
+            thrown = std::current_exception();
+        }
+        const auto first = agree(group_, mine, after_peers(until));
+        if (!first) {
+            return;
+        }
+        if (session_) {
+            session_->abandon(first);
+            note_outcomes();
+        }
+        if (thrown && (group_.size() == 1 || first.context.rank == group_.rank())) {
+            std::rethrow_exception(thrown);
+        }
+        first.raise();
+    }
+
+    void note_outcomes() {
+        report_.peers = session_->outcomes();
+        for (const auto& outcome : report_.peers) {
+            report_.data_seconds = std::max(report_.data_seconds, outcome.data_seconds);
+        }
+    }
+
+    /// Peers are waited for until the deadline, ranks a little longer: a rank whose peer timed out
+    /// still tells it.
+    [[nodiscard]] static deadline after_peers(deadline until) noexcept {
+        return deadline::at(until.when() + std::chrono::seconds{2});
+    }
+
+    /// A peer that hangs in the update costs the update's share of the time and leaves the others
+    /// enough to commit.
+    [[nodiscard]] static deadline before_finish(deadline until) noexcept {
+        const auto reserve =
+            std::min<deadline::clock::duration>(std::chrono::seconds{10}, until.remaining() / 5);
+        return deadline::at(until.when() - reserve);
+    }
+
+    Client client_;
+    Source source_;
+    Group group_;
+    [[no_unique_address]] Events events_;
+    trainer_options options_;
+    manifest parameters_;
+    std::optional<session_type> session_;
+    sync_report report_{};
+    std::uint64_t round_ = 0;
+    weight_version next_version_ = 1;
+};
+
+/// Makes a trainer engine; the backend is deduced from the init info's type. Lvalues are referenced
+/// and must outlive the engine, rvalues are moved into it.
+/// @throws see the engine's constructor.
+template <TrainerInitInfo Info, SyncClient Client, WeightSource Source,
+          TrainerGroup Group = single_rank, EventSink Events = no_events>
+    requires Transport<typename std::remove_cvref_t<Info>::backend>
+[[nodiscard]] auto trainer_init(Info&& info, Client&& client, Source&& source,
+                                trainer_options options = {}, Group&& group = Group{},
+                                Events&& events = Events{}) {
+    return trainer_engine<typename std::remove_cvref_t<Info>::backend, Source, Client, Group,
+                          Events>{std::forward<Info>(info),     std::forward<Client>(client),
+                                  std::forward<Source>(source), std::move(options),
+                                  std::forward<Group>(group),   std::forward<Events>(events)};
+}
+
+}  // namespace weightwire

@@ -1,0 +1,139 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include <weightwire/fabrics/descriptor.hpp>
+
+/// @file
+/// Which process is meant, and whether it still lives.
+
+namespace weightwire::shm {
+
+/// A process, told apart from a later one that got the same number.
+struct process_identity {
+    std::int64_t pid = 0;          ///< in the PID namespace that both ends share
+    std::uint64_t start_time = 0;  ///< clock ticks after boot: field 22 of `/proc/<pid>/stat`
+    friend bool operator==(const process_identity&, const process_identity&) noexcept = default;
+};
+
+namespace detail {
+
+/// What `/proc/<pid>/stat` says.
+struct process_stat {
+    char state = '?';
+    std::uint64_t start_time = 0;
+};
+
+/// The command name in the second field may itself hold blanks and parentheses, so fields are
+/// counted from the last closing one. Allocates nothing: it is called while a round is under way.
+[[nodiscard]] inline std::optional<process_stat> parse_process_stat(
+    std::string_view text) noexcept {
+    const auto name_end = text.rfind(')');
+    if (name_end == std::string_view::npos || name_end + 2 >= text.size()) {
+        return std::nullopt;
+    }
+    text.remove_prefix(name_end + 2);
+    process_stat result{.state = text.front()};
+    constexpr int fields_from_state_to_start_time = 19;
+    for (int i = 0; i < fields_from_state_to_start_time; ++i) {
+        const auto blank = text.find(' ');
+        if (blank == std::string_view::npos) {
+            return std::nullopt;
+        }
+        text.remove_prefix(blank + 1);
+    }
+    const auto [end, status] =
+        std::from_chars(text.data(), text.data() + text.size(), result.start_time);
+    return status == std::errc{} ? std::optional{result} : std::nullopt;
+}
+
+[[nodiscard]] inline std::optional<process_stat> read_process_stat(std::int64_t pid) noexcept {
+    std::array<char, 48> path{};
+    std::snprintf(path.data(), path.size(), "/proc/%lld/stat", static_cast<long long>(pid));
+    const descriptor file{::open(path.data(), O_RDONLY | O_CLOEXEC)};
+    if (!file) {
+        return std::nullopt;
+    }
+    std::array<char, 1024> text{};
+    const auto count = ::read(file.number(), text.data(), text.size());
+    return count <= 0 ? std::nullopt
+                      : parse_process_stat({text.data(), static_cast<std::size_t>(count)});
+}
+
+}  // namespace detail
+
+/// When process `pid` started; nothing where there is none, or `/proc` is not mounted.
+[[nodiscard]] inline std::optional<std::uint64_t> start_time_of(std::int64_t pid) noexcept {
+    const auto found = detail::read_process_stat(pid);
+    return found ? std::optional{found->start_time} : std::nullopt;
+}
+
+/// The calling process.
+/// @throws resource_error `/proc` cannot be read.
+[[nodiscard]] inline process_identity this_process() {
+    const auto pid = static_cast<std::int64_t>(::getpid());
+    const auto started = start_time_of(pid);
+    if (!started) {
+        throw resource_error{
+            "shared memory between processes needs /proc, which cannot be read; mount it"};
+    }
+    return {.pid = pid, .start_time = *started};
+}
+
+/// Watches one process by a descriptor of it, so that neither a reused number nor a zombie passes
+/// for the living. Where the kernel has no such descriptors, `/proc` is read each time.
+class process_watch {
+public:
+    process_watch() noexcept = default;
+
+    /// Watches `who`. A process that is already gone is watched as such.
+    explicit process_watch(process_identity who) noexcept : who_{who} {
+#ifdef SYS_pidfd_open
+        if (who.pid > 0 && who.pid <= std::numeric_limits<pid_t>::max()) {
+            handle_ = descriptor{
+                static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(who.pid), 0U))};
+        }
+        if (!matches()) {
+            handle_.reset();  // another process has this number: fall back, which says dead
+        }
+#endif
+    }
+
+    /// Whether the process still runs. One or two system calls; allocates nothing.
+    [[nodiscard]] bool alive() const noexcept {
+        if (!handle_) {
+            return matches();
+        }
+        pollfd exited{.fd = handle_.number(), .events = POLLIN, .revents = 0};
+        const int ready = ::poll(&exited, 1, 0);
+        return ready == 0 || (ready < 0 && matches());
+    }
+    [[nodiscard]] process_identity who() const noexcept { return who_; }
+
+private:
+    [[nodiscard]] bool matches() const noexcept {
+        const auto found = detail::read_process_stat(who_.pid);
+        return found && found->start_time == who_.start_time && found->state != 'Z' &&
+               found->state != 'X';
+    }
+
+    process_identity who_{};
+    descriptor handle_{};
+};
+
+}  // namespace weightwire::shm

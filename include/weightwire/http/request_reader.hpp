@@ -1,0 +1,298 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <array>
+#include <boost/asio/buffer.hpp>
+#include <boost/beast/core/buffers_range.hpp>
+#include <boost/beast/core/error.hpp>
+#include <boost/beast/http/error.hpp>
+#include <boost/beast/http/fields.hpp>
+#include <boost/beast/http/message.hpp>
+#include <boost/beast/http/parser.hpp>
+#include <boost/optional.hpp>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory_resource>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <weightwire/core/deadline.hpp>
+#include <weightwire/http/server_options.hpp>
+#include <weightwire/http/socket.hpp>
+#include <weightwire/wire/http_message.hpp>
+
+/// @file
+/// Reads requests off one connection, parsed by Boost.Beast, into memory that is used again: a
+/// request of a size seen before allocates nothing.
+
+namespace weightwire::http::detail {
+
+namespace beast = boost::beast;
+namespace beast_http = boost::beast::http;
+
+/// A Beast body that appends to a string which outlives the message.
+struct reused_body {
+    /// Where the bytes go.
+    struct value_type {
+        std::string* bytes = nullptr;
+    };
+
+    class reader {
+    public:
+        template <bool IsRequest, class Fields>
+        reader(beast_http::header<IsRequest, Fields>&, value_type& target) : bytes_{target.bytes} {}
+
+        /// An announced length is not believed beyond a few MiB: memory follows the bytes that
+        /// come.
+        void init(const boost::optional<std::uint64_t>& length, beast::error_code& error) {
+            constexpr std::uint64_t at_once = std::uint64_t{4} << 20U;
+            bytes_->clear();
+            bytes_->reserve(static_cast<std::size_t>(std::min(length.value_or(0), at_once)));
+            error = {};
+        }
+        template <class ConstBufferSequence>
+        std::size_t put(const ConstBufferSequence& buffers, beast::error_code& error) {
+            std::size_t count = 0;
+            for (const auto piece : beast::buffers_range_ref(buffers)) {
+                bytes_->append(static_cast<const char*>(piece.data()), piece.size());
+                count += piece.size();
+            }
+            error = {};
+            return count;
+        }
+        void finish(beast::error_code& error) { error = {}; }
+
+    private:
+        std::string* bytes_;
+    };
+};
+
+/// What came of reading one request: ready, the end of the connection, or an error to answer before
+/// closing.
+struct reception {
+    int status = 0;           ///< 200: a request is ready; 0: nothing to answer; else the answer
+    std::string_view text{};  ///< why, for the answer's body
+
+    [[nodiscard]] bool is_ready() const noexcept { return status == 200; }
+};
+
+/// One connection's requests, one after another. Not thread-safe.
+class request_reader {
+public:
+    request_reader(int native, const server_options& options)
+        : options_{options}, native_{native}, input_(input_bytes) {}
+    request_reader(const request_reader&) = delete;
+    request_reader& operator=(const request_reader&) = delete;
+
+    /// Waits for a whole request, at most for the limits in the options.
+    [[nodiscard]] reception receive() {
+        begin_message();
+        if (const auto result = read_header(); !result.is_ready()) {
+            return result;
+        }
+        if (const auto result = admit(); !result.is_ready()) {
+            return result;
+        }
+        return read_body();
+    }
+
+    /// The request that `receive` found ready. Its views live until the next `receive`.
+    [[nodiscard]] http_request request() const {
+        const auto& message = parser_->get();
+        http_request out;
+        out.method = view(message.method_string());
+        const auto target = view(message.target());
+        const auto question = target.find('?');
+        out.path = target.substr(0, question);
+        out.query = question == std::string_view::npos ? "" : target.substr(question + 1);
+        out.authorization = view(message[beast_http::field::authorization]);
+        out.content_type = view(message[beast_http::field::content_type]);
+        out.body = body_;
+        return out;
+    }
+
+    /// Whether the client wants the connection kept after this request.
+    [[nodiscard]] bool keeps_alive() const { return parser_->get().keep_alive(); }
+
+private:
+    using allocator = std::pmr::polymorphic_allocator<char>;
+    using parser = beast_http::parser<true, reused_body, allocator>;
+
+    /// Twice the longest header, so that a header always fits after what was read too much.
+    static constexpr std::size_t input_bytes = std::size_t{64} << 10U;
+    static constexpr std::size_t field_bytes = std::size_t{16} << 10U;
+
+    template <class BeastView>
+    [[nodiscard]] static std::string_view view(const BeastView& text) noexcept {
+        return {text.data(), text.size()};
+    }
+
+    void begin_message() {
+        parser_.reset();
+        // Fields live here; a request with more than fits goes on to the heap and is freed here.
+        fields_.emplace(field_memory_.data(), field_memory_.size());
+        body_.clear();
+        parser_.emplace(std::piecewise_construct,
+                        std::make_tuple(reused_body::value_type{.bytes = &body_}),
+                        std::make_tuple(allocator{&*fields_}));
+        parser_->header_limit(static_cast<std::uint32_t>(
+            std::min<std::size_t>(options_.max_header, input_bytes / 2)));
+        // The limit depends on the route and is checked once the route is known. No limit cannot be
+        // said: Boost 1.74 refuses every body then.
+        parser_->body_limit(std::numeric_limits<std::uint64_t>::max());
+        parser_->eager(false);
+    }
+
+    [[nodiscard]] std::span<const char> unread() const noexcept {
+        return {input_.data() + begin_, end_ - begin_};
+    }
+
+    /// Reads more bytes behind the unread ones.
+    [[nodiscard]] read_result fill(deadline until) {
+        if (begin_ == end_) {
+            begin_ = end_ = 0;
+        } else if (end_ == input_.size()) {
+            std::copy(input_.begin() + static_cast<std::ptrdiff_t>(begin_), input_.end(),
+                      input_.begin());
+            end_ -= std::exchange(begin_, 0);
+        }
+        std::size_t count = 0;
+        const auto result =
+            read_some(native_, std::span{input_.data() + end_, input_.size() - end_}, until, count);
+        end_ += count;
+        return result;
+    }
+
+    /// Gives the parser what is unread.
+    [[nodiscard]] beast::error_code parse() {
+        beast::error_code error;
+        const auto bytes = unread();
+        begin_ += parser_->put(boost::asio::const_buffer{bytes.data(), bytes.size()}, error);
+        return error == beast_http::error::need_more ? beast::error_code{} : error;
+    }
+
+    [[nodiscard]] reception read_header() {
+        if (begin_ == end_) {
+            // Nothing is owed to a client that sends nothing.
+            if (fill(deadline::after(options_.idle_timeout)) != read_result::data) {
+                return {};
+            }
+        }
+        const auto until = deadline::after(options_.header_timeout);
+        for (;;) {
+            if (begin_ != end_) {
+                if (const auto error = parse()) {
+                    return error == beast_http::error::header_limit
+                               ? reception{431, "protocol: the request's headers are too long"}
+                               : reception{400, "protocol: the request is not valid HTTP"};
+                }
+            }
+            if (parser_->is_header_done()) {
+                return {200};
+            }
+            switch (fill(until)) {
+                case read_result::data: break;
+                case read_result::ended: return {};
+                case read_result::timed_out:
+                    return {408, "timeout: the request's headers did not arrive in time"};
+            }
+        }
+    }
+
+    /// Decides from the headers whether the body is wanted, and asks for it where the client waits
+    /// to be asked.
+    [[nodiscard]] reception admit() {
+        const auto head = request();
+        if (!head.path.starts_with('/')) {
+            return {400, "protocol: the request's target is no path"};
+        }
+        const bool open = head.method == "GET" && head.path == "/health";
+        if (!options_.token.empty() && !open &&
+            !is_authorized(head.authorization, options_.token)) {
+            return {401,
+                    "usage: this server requires its token; send it as Authorization: Bearer ..."};
+        }
+        const auto limit =
+            carries_parameters(head.path) ? options_.max_update_body : options_.max_body;
+        const auto length = parser_->content_length();
+        if (length && *length > limit) {
+            return {413, too_large};
+        }
+        parser_->body_limit(limit);  // for a body in chunks, whose length nobody announces
+        const auto expect = view(parser_->get()[beast_http::field::expect]);
+        if (expect.empty() || parser_->is_done()) {
+            return {200};
+        }
+        if (!same_word(expect, "100-continue")) {
+            return {417, "protocol: the request expects what this server does not know"};
+        }
+        if (begin_ == end_ && !write_all(native_, "HTTP/1.1 100 Continue\r\n\r\n", {},
+                                         deadline::after(options_.reply_timeout))) {
+            return {};
+        }
+        return {200};
+    }
+
+    [[nodiscard]] reception read_body() {
+        parser_->eager(true);
+        const auto until = deadline::after(options_.body_timeout);
+        while (!parser_->is_done()) {
+            if (begin_ == end_) {
+                switch (fill(until)) {
+                    case read_result::data: break;
+                    case read_result::ended: return {};
+                    case read_result::timed_out:
+                        return {408, "timeout: the request's body did not arrive in time"};
+                }
+            }
+            const auto before = begin_;
+            if (const auto error = parse()) {
+                return error == beast_http::error::body_limit
+                           ? reception{413, too_large}
+                           : reception{400, "protocol: the request's body is not valid HTTP"};
+            }
+            // An unfinished chunk header stays unread: more bytes must come behind it.
+            if (begin_ == before && !parser_->is_done()) {
+                if (const auto result = fill_behind(until); !result.is_ready()) {
+                    return result;
+                }
+            }
+        }
+        return {200};
+    }
+
+    [[nodiscard]] reception fill_behind(deadline until) {
+        if (end_ - begin_ == input_.size()) {
+            return {400, "protocol: a chunk's header in the request is too long"};
+        }
+        switch (fill(until)) {
+            case read_result::data: return {200};
+            case read_result::ended: return {};
+            case read_result::timed_out: break;
+        }
+        return {408, "timeout: the request's body did not arrive in time"};
+    }
+
+    static constexpr std::string_view too_large =
+        "resource: the request's body is over this server's limit for the route; send less at once "
+        "or raise the limit";
+
+    const server_options& options_;
+    int native_;
+    std::vector<char> input_;  // bytes [begin_, end_) are not parsed yet
+    std::size_t begin_ = 0;
+    std::size_t end_ = 0;
+    std::string body_;
+    std::array<std::byte, field_bytes> field_memory_;
+    std::optional<std::pmr::monotonic_buffer_resource> fields_;
+    std::optional<parser> parser_;  // its fields live in `fields_`
+};
+
+}  // namespace weightwire::http::detail

@@ -1,0 +1,135 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include <weightwire/core/error.hpp>
+
+/// @file
+/// A file mapped for reading.
+
+namespace weightwire {
+
+/// Owns the mapping of a whole regular file, and the descriptor, by which a later change of size is
+/// noticed.
+///
+/// A file that is *cut short by somebody while it is mapped* cannot be read safely by anyone: the
+/// kernel raises SIGBUS at the first touch of a page that is gone. `require_unchanged()` finds it
+/// between rounds; within one, replace a checkpoint by renaming a new file over it (the mapping
+/// then keeps the old one), never by writing into it.
+class mapped_file {
+public:
+    /// Opens and maps `path`.
+    /// @throws data_error no such file, or no regular one: names it.
+    /// @throws resource_error the kernel refuses descriptor or mapping.
+    explicit mapped_file(std::string path) : path_{std::move(path)} {
+        descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+        if (descriptor_ < 0) {
+            fail_to_open(errno);
+        }
+        try {
+            map();
+        } catch (...) {
+            ::close(descriptor_);
+            throw;
+        }
+    }
+    mapped_file(mapped_file&& other) noexcept
+        : path_{std::move(other.path_)},
+          descriptor_{std::exchange(other.descriptor_, -1)},
+          bytes_{std::exchange(other.bytes_, {})} {}
+    mapped_file& operator=(mapped_file&& other) noexcept {
+        if (this != &other) {
+            unmap();
+            path_ = std::move(other.path_);
+            descriptor_ = std::exchange(other.descriptor_, -1);
+            bytes_ = std::exchange(other.bytes_, {});
+        }
+        return *this;
+    }
+    mapped_file(const mapped_file&) = delete;
+    mapped_file& operator=(const mapped_file&) = delete;
+    ~mapped_file() { unmap(); }
+
+    [[nodiscard]] const std::string& path() const noexcept { return path_; }
+    /// All bytes of the file, at one address as long as this object or one moved from it lives.
+    [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return bytes_; }
+
+    /// @throws data_error the file's size is no longer what it was when it was mapped.
+    void require_unchanged() const {
+        const auto size = size_now();
+        if (size != bytes_.size()) {
+            throw data_error{path_ + ": the file had " + std::to_string(bytes_.size()) +
+                                 " bytes when it was opened and has " + std::to_string(size) +
+                                 " now; replace a checkpoint by renaming, and open it again",
+                             {.operation = "fstat"}};
+        }
+    }
+
+private:
+    [[noreturn]] void fail_to_open(int code) const {
+        error_context context{
+            .operation = "open", .native_code = code, .native_text = std::strerror(code)};
+        if (code == EMFILE || code == ENFILE || code == ENOMEM) {
+            throw resource_error{path_ + ": no descriptor is left; raise the limit of open files",
+                                 std::move(context)};
+        }
+        throw data_error{path_ + ": the file cannot be opened for reading", std::move(context)};
+    }
+
+    [[nodiscard]] std::size_t size_now() const {
+        struct stat status {};
+        if (::fstat(descriptor_, &status) != 0) {
+            const int code = errno;
+            throw resource_error{
+                path_ + ": the file's size cannot be read",
+                {.operation = "fstat", .native_code = code, .native_text = std::strerror(code)}};
+        }
+        if (!S_ISREG(status.st_mode)) {
+            throw data_error{path_ + ": this is no regular file", {.operation = "fstat"}};
+        }
+        return static_cast<std::size_t>(status.st_size);
+    }
+
+    void map() {
+        const auto size = size_now();
+        if (size == 0) {
+            return;  // an empty mapping is an error to the kernel, and no bytes are enough
+        }
+        void* const address = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor_, 0);
+        if (address == MAP_FAILED) {
+            const int code = errno;
+            throw resource_error{
+                path_ + ": " + std::to_string(size) + " bytes cannot be mapped",
+                {.operation = "mmap", .native_code = code, .native_text = std::strerror(code)}};
+        }
+        bytes_ = {static_cast<const std::byte*>(address), size};
+    }
+
+    void unmap() noexcept {
+        if (!bytes_.empty()) {
+            ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+        }
+        if (descriptor_ >= 0) {
+            ::close(descriptor_);
+        }
+    }
+
+    std::string path_;
+    int descriptor_ = -1;
+    std::span<const std::byte> bytes_{};
+};
+
+}  // namespace weightwire

@@ -1,0 +1,364 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Builds and tests everything that this machine can; scripts/test installs what is missing and calls this.
+
+Counted are doctest's test cases and the PASS, FAIL and SKIP lines of the checking scripts. Every command has a time
+limit, so this always ends. Build folders are kept in build-test/ and used again.
+"""
+import argparse
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+BUILDS = ROOT / "build-test"
+SUMMARY = re.compile(r"\[doctest\] test cases:\s*(\d+)\s*\|\s*(\d+) passed\s*\|\s*(\d+) failed")
+LINE = re.compile(r"^(PASS|FAIL|SKIP) (.+)$")
+FUZZ_SECONDS = 10
+# Suites that the thread sanitizer sees, and the source files of each that it is worth.
+THREADED = {
+    "unit": "*sink*,*snapshot*,*parameter_table*,*engine*,*service*,*client*,*server*,*http*,*session*,*store*,*ipc*,*shared*",
+    "integration": "*",
+    "fault": "*",
+}
+
+
+class Totals:
+    def __init__(self):
+        self.passed = 0
+        self.failures = []
+        self.skips = []
+
+    def passing(self, count=1):
+        self.passed += count
+
+    def failing(self, name, why=""):
+        self.failures.append(name)
+        print(f"FAIL {name}" + (f": {why}" if why else ""), flush=True)
+
+    def skipping(self, name, why):
+        self.skips.append(f"{name}: {why}")
+        print(f"SKIP {name}: {why}", flush=True)
+
+
+totals = Totals()
+began = time.monotonic()
+
+
+def heading(text):
+    print(f"== {text} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def run(command, timeout, environment=None, cwd=ROOT):
+    """Exit status and output. The command has a session of its own, so that its children end with it."""
+    process = subprocess.Popen([str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                               start_new_session=True, env={**os.environ, **(environment or {})})
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        status, output = 124, output + f"\nno end after {timeout} s\n"
+    return status, output
+
+
+def tail(text, lines=60):
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def check_script(name, command, timeout):
+    """A script that prints PASS, FAIL and SKIP lines."""
+    heading(name)
+    status, output = run(command, timeout)
+    passed = failed = 0
+    for line in output.splitlines():
+        found = LINE.match(line)
+        if not found:
+            print("     " + line)
+        elif found.group(1) == "PASS":
+            passed += 1
+        elif found.group(1) == "SKIP":
+            what, _, why = found.group(2).partition(": ")
+            totals.skipping(what, why)
+        else:
+            failed += 1
+            totals.failing(found.group(2).partition(": ")[0], found.group(2).partition(": ")[2])
+    totals.passing(passed)
+    if (status != 0 and not failed) or (status == 0 and not passed):
+        print(tail(output))
+        totals.failing(name, f"exit status {status}, {passed} checks")
+    print(f"   {passed} passed, {failed} failed", flush=True)
+
+
+def configure(build, environment, options):
+    command = ["meson", "setup", build, ROOT, "--wrap-mode=nodownload", "--werror", "-Ddebug=false", *options]
+    if (build / "build.ninja").exists():
+        status, output = run([*command, "--reconfigure"], 300, environment)
+        if status == 0:
+            return True
+        shutil.rmtree(build)
+    elif build.exists():
+        shutil.rmtree(build)
+    status, output = run(command, 300, environment)
+    if status != 0:
+        print(tail(output))
+    return status == 0
+
+
+def introspect(build, what):
+    status, output = run(["meson", "introspect", f"--{what}", build], 60)
+    return json.loads(output) if status == 0 else []
+
+
+def build_all(name, build, jobs, targets=(), timeout=1500):
+    """Compiles; what can be compiled is, so that one broken file does not hide the rest."""
+    status, output = run(["ninja", "-C", build, "-k", "0", "-j", str(jobs), *targets], timeout)
+    if status == 0:
+        totals.passing()
+        return True
+    errors = [line for line in output.splitlines() if re.search(r"error|warning|FAILED|undefined reference", line)]
+    print("\n".join((errors or output.splitlines())[:80]))
+    totals.failing(f"build [{name}]", "see above")
+    return False
+
+
+def run_suite(label, executable, timeout, environment=None, arguments=(), launcher=()):
+    """One doctest executable; its test cases are counted."""
+    name = f"{executable.name} [{label}]"
+    if not executable.exists():
+        totals.failing(name, "was not built")
+        return
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:  # tests run from any directory
+        status, output = run([*launcher, executable, *arguments], timeout, environment, folder)
+    found = SUMMARY.search(output)
+    for line in output.splitlines():
+        skip = LINE.match(line)
+        if skip and skip.group(1) == "SKIP":
+            what, _, why = skip.group(2).partition(": ")
+            totals.skipping(f"{what} [{label}]", why)
+    if not found:
+        print(tail(output))
+        totals.failing(name, f"ended with status {status} before its summary")
+        return
+    total, passed, failed = (int(number) for number in found.groups())
+    totals.passing(passed)
+    named = list(dict.fromkeys(re.findall(r"^TEST CASE:\s*(.+)$", output, re.MULTILINE)))
+    for number in range(failed):
+        totals.failing(f"{name}: {named[number] if number < len(named) else 'another test case'}", "see below")
+    if status != 0 and not failed:
+        totals.failing(name, f"exit status {status} though no test case failed")
+    if total == 0:
+        totals.failing(name, "it ran no test case")
+    if status != 0:
+        print(tail(output, 150))
+    print(f"   {name}: {passed} of {total} test cases passed in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def suites_of(build):
+    return [pathlib.Path(test["cmd"][0]) for test in introspect(build, "tests")]
+
+
+def count_static(label, build):
+    """The static suite is its compilation: one check a file."""
+    for target in introspect(build, "targets"):
+        if target["name"] == "static":
+            sources = [file for group in target["target_sources"] for file in group.get("sources", [])]
+            built = all(pathlib.Path(name).exists() for name in target["filename"])
+            if built:
+                totals.passing(len(sources))
+            else:
+                totals.failing(f"static [{label}]", "was not built")
+            print(f"   static [{label}]: {len(sources) if built else 0} of {len(sources)} files hold", flush=True)
+
+
+def with_gcc(jobs):
+    heading("g++: build")
+    build = BUILDS / "gcc"
+    environment = {"CC": "gcc", "CXX": "ccache g++" if shutil.which("ccache") else "g++"}
+    if not configure(build, environment, ["-Doptimization=1", "-Dtests=enabled", "-Dexamples=enabled",
+                                          "-Dbenchmarks=enabled"]):
+        totals.failing("configuration [g++]")
+        return
+    build_all("g++", build, jobs)
+    heading("g++: tests")
+    count_static("g++", build)
+    for executable in suites_of(build):
+        run_suite("g++", executable, 400)
+
+
+def sanitizer_launcher(clang, sanitizer, folder):
+    """How to start a program with this sanitizer: some kernels lay out memory so that it needs `setarch -R`."""
+    source = folder / "probe.cpp"
+    source.write_text("int main() {}\n")
+    probe = folder / f"probe_{sanitizer.replace(',', '_')}"
+    status, output = run([clang, f"-fsanitize={sanitizer}", source, "-o", probe], 60)
+    if status != 0:
+        return None, "the compiler has no runtime for it: " + tail(output, 1)
+    for launcher in ([], ["setarch", "-R"]):
+        if (not launcher or shutil.which(launcher[0])) and all(run([*launcher, probe], 30)[0] == 0 for _ in range(3)):
+            return launcher, ""
+    return None, "an empty program with it does not run here"
+
+
+def with_clang(clang, label, sanitizer, jobs, suites=None, fuzz=False):
+    """Builds with `sanitizer` and runs the suites; with `fuzz` the fuzz targets also."""
+    heading(f"clang with {label}: build")
+    with tempfile.TemporaryDirectory() as folder:
+        launcher, why = sanitizer_launcher(clang, sanitizer, pathlib.Path(folder))
+    if launcher is None:
+        totals.skipping(f"tests with {label}", why)
+        return
+    build = BUILDS / label.lower().replace("+", "-")
+    environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
+    options = [f"-Db_sanitize={sanitizer}", "-Db_lundef=false", "-Doptimization=1", "-Dcpp_args=-g1",
+               "-Dtests=enabled", "-Dexamples=disabled", "-Dbenchmarks=disabled",
+               "-Dfuzz=auto" if fuzz else "-Dfuzz=disabled"]
+    if not configure(build, environment, options):
+        totals.failing(f"configuration [{label}]")
+        return
+    executables = [path for path in suites_of(build) if suites is None or path.name in suites]
+    targets = [] if suites is None else [str(path.relative_to(build)) for path in executables]
+    build_all(label, build, jobs, targets)
+    heading(f"clang with {label}: tests")
+    environment = {
+        "ASAN_OPTIONS": "detect_stack_use_after_return=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+    }
+    if suites is None:
+        count_static(label, build)
+    for executable in executables:
+        filters = [f"--source-file={suites[executable.name]}"] if suites else []
+        run_suite(label, executable, 600, environment, filters, launcher)
+    if fuzz:
+        run_fuzz_targets(build, launcher, environment)
+
+
+def run_fuzz_targets(build, launcher, environment):
+    heading(f"fuzz targets, {FUZZ_SECONDS} s each")
+    targets = sorted((build / "tests").glob("*_fuzz"))
+    if not targets:
+        totals.skipping("fuzz targets", "this clang has no libFuzzer")
+    for target in targets:
+        name = target.name.removesuffix("_fuzz")
+        with tempfile.TemporaryDirectory() as folder:
+            corpus = pathlib.Path(folder) / "corpus"
+            kept = ROOT / "tests" / "fuzz" / "corpus" / name
+            shutil.copytree(kept, corpus) if kept.is_dir() else corpus.mkdir()
+            status, output = run([*launcher, target, f"-max_total_time={FUZZ_SECONDS}", "-timeout=10",
+                                  "-rss_limit_mb=2048", "-print_final_stats=1", corpus],
+                                 FUZZ_SECONDS + 60, environment, folder)
+        runs = re.search(r"stat::number_of_executed_units:\s*(\d+)", output)
+        if status != 0 or not runs or int(runs.group(1)) == 0:
+            print(tail(output))
+            totals.failing(f"fuzz {name}", f"exit status {status}")
+        else:
+            totals.passing()
+            print(f"   fuzz {name}: {runs.group(1)} inputs, none failed", flush=True)
+
+
+def version_of(compiler):
+    status, output = run([compiler, "-dumpversion"], 30)
+    found = re.match(r"(\d+)", output)
+    return int(found.group(1)) if status == 0 and found else 0
+
+
+def find_nvcc():
+    """nvcc, where it knows C++20 and our CUDA version; else why not."""
+    nvcc = shutil.which("nvcc") or next(iter(sorted(map(str, pathlib.Path("/").glob("usr/local/cuda*/bin/nvcc")))), "")
+    if not nvcc:
+        return None, "there is no nvcc"
+    found = re.search(r"release (\d+)\.(\d+)", run([nvcc, "--version"], 30)[1])
+    if not found or (int(found.group(1)), int(found.group(2))) < (12, 8):
+        return None, "nvcc is older than CUDA 12.8"
+    return nvcc, ""
+
+
+def gpu_tests():
+    heading("tests that need a GPU")
+    status, output = run(["nvidia-smi", "-L"], 30) if shutil.which("nvidia-smi") else (1, "")
+    if status != 0 or "GPU" not in output:
+        totals.skipping("GPU tests", "this machine shows no NVIDIA GPU")
+        return
+    sources = sorted((ROOT / "tests" / "gpu").glob("*.cpp"))
+    if not sources:
+        totals.skipping("GPU tests", "this version has none")
+        return
+    build = BUILDS / "gpu"
+    if not configure(build, {"CXX": "g++"}, ["-Doptimization=2", "-Dgpu=enabled", "-Dtests=enabled",
+                                             "-Dexamples=disabled", "-Dbenchmarks=disabled"]):
+        totals.failing("configuration [gpu]")
+        return
+    gpu_suites = [path for path in suites_of(build) if path.name.startswith("gpu")]
+    build_all("gpu", build, len(os.sched_getaffinity(0)), [str(path.relative_to(build)) for path in gpu_suites])
+    for executable in gpu_suites:
+        run_suite("gpu", executable, 600)
+
+
+def all_tests(arguments):
+    python = [sys.executable]
+    jobs = arguments.jobs
+    check_script("layering", [*python, "tests/headers/layering.py"], 60)
+    have_gcc = shutil.which("g++") and version_of("g++") >= 12
+    if have_gcc:
+        with_gcc(jobs)
+    else:
+        totals.failing("g++", "there is no g++ of 12 or newer")
+    clang = arguments.clang or shutil.which("clang++")
+    if clang and version_of(clang) < 16:
+        clang = None
+    compilers = (["g++"] if have_gcc else []) + ([clang] if clang and not arguments.quick else [])
+    each = [part for compiler in compilers for part in ("--compiler", compiler)]
+    if arguments.quick:
+        totals.skipping("clang and its sanitizers, fuzz targets, install tests", "--quick")
+    elif not clang:
+        totals.skipping("clang and its sanitizers, fuzz targets", "there is no clang of 16 or newer")
+    else:
+        with_clang(clang, "ASan+UBSan", "address,undefined", jobs, fuzz=True)
+        with_clang(clang, "TSan", "thread", jobs, suites=THREADED)
+    nvcc, why = find_nvcc()
+    if not nvcc:
+        totals.skipping("headers as .cu", why)
+    check_script("headers", [*python, "tests/headers/check_headers.py", *each, "--jobs", jobs,
+                             *(["--nvcc", nvcc] if nvcc else [])], 1200)
+    check_script("compile_fail", [*python, "tests/compile_fail/run.py", *each, "--jobs", jobs], 600)
+    check_script("code in the documents", [*python, "scripts/check_snippets.py", *each[:2], "--jobs", jobs], 600)
+    if not arguments.quick:
+        check_script("install and subproject", [*python, "tests/install/run.py"], 600)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="scripts/test", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="g++ only, without sanitizers, fuzz and install tests")
+    parser.add_argument("--gpu", action="store_true", help="the tests that need a GPU, and only these")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--clang", help="a clang++ of 16 or newer")
+    arguments = parser.parse_args()
+    if arguments.gpu:
+        gpu_tests()
+    else:
+        all_tests(arguments)
+    heading("done")
+    for skip in totals.skips:
+        print(f"skipped: {skip}")
+    for failure in totals.failures:
+        print(f"failed: {failure}")
+    print(f"{totals.passed} passed, {len(totals.failures)} failed, {len(totals.skips)} skipped", flush=True)
+    if totals.failures:
+        sys.exit(1)
+    if totals.passed == 0:
+        sys.exit(77 if arguments.gpu else 1)
+
+
+if __name__ == "__main__":
+    main()

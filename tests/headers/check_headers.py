@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every public header in two translation units and links them.
+
+The first unit of a header includes that header alone, twice: it needs nothing before it and may come again. The second
+is one unit that includes all headers, the last first: no order is needed. Both are linked into one executable, so a
+function or variable that is not inline is a duplicate symbol.
+
+With an nvcc, the headers that trainer.hpp and worker.hpp may reach (all but http/, adapters/, fmt.hpp and what includes
+them) are also compiled as CUDA sources, one a folder.
+
+A header whose library is absent is skipped by name.
+"""
+import argparse
+import pathlib
+import re
+import shlex
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "support"))
+from report import Report, default_jobs, in_parallel, run  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wnon-virtual-dtor", "-Wpedantic", "-Werror"]
+# Include of a library -> its name, and what a compiler needs to use it without linking it.
+LIBRARIES = {
+    "curl/": ("libcurl", "curl/curl.h"),
+    "boost/": ("Boost", "boost/version.hpp"),
+    "range/v3/": ("range-v3", "range/v3/version.hpp"),
+    "fmt/": ("fmt", "fmt/core.h"),
+    "nlohmann/": ("nlohmann/json", "nlohmann/json.hpp"),
+}
+NOT_FOR_NVCC = ("weightwire/http/", "weightwire/adapters/", "weightwire/fmt.hpp", "curl/", "boost/", "range/", "fmt/")
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+
+
+class Tree:
+    """The headers of an include directory, and all that each reaches."""
+
+    def __init__(self, include):
+        self.include = include
+        self.headers = sorted(path.relative_to(include).as_posix() for path in include.rglob("*.hpp"))
+        self.direct = {name: INCLUDE.findall((include / name).read_text(encoding="utf-8")) for name in self.headers}
+
+    def reach(self, name):
+        seen, todo = set(), [name]
+        while todo:
+            for other in self.direct.get(todo.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        return seen
+
+    def libraries(self, name):
+        return sorted({prefix for prefix in LIBRARIES for other in self.reach(name) if other.startswith(prefix)})
+
+
+def last_lines(text, count=40):
+    lines = text.strip().splitlines()
+    errors = [line for line in lines if "error" in line or "warning" in line]
+    return "\n".join((errors or lines)[:count])
+
+
+def compile_one(command, source, text):
+    source.write_text(text)
+    status, output = run([*command, "-c", source.name, "-o", source.name + ".o"], cwd=source.parent)
+    return "" if status == 0 else last_lines(output)
+
+
+def check_host_compiler(report, tree, compiler, flags, jobs, work):
+    label = pathlib.Path(compiler[-1]).name
+    command = [*compiler, "-std=c++20", "-O0", *WARNINGS, f"-I{tree.include}", "-DFMT_HEADER_ONLY", *flags]
+    absent = {}
+    for prefix, (library, probe) in LIBRARIES.items():
+        if compile_one(command, work / "probe.cpp", f"#include <{probe}>\n"):
+            absent[prefix] = library
+    present = []
+    for name in tree.headers:
+        missing = [absent[prefix] for prefix in tree.libraries(name) if prefix in absent]
+        if missing:
+            report.skip(f"header {name} [{label}]", "needs " + ", ".join(missing))
+        else:
+            present.append(name)
+
+    def alone(name):
+        source = work / (name.replace("/", "__") + ".cpp")
+        return compile_one(command, source, f"#include <{name}>\n#include <{name}>\n")
+
+    problems = in_parallel(jobs, alone, present)
+    for name, problem in zip(present, problems):
+        report.check(f"header {name} [{label}]", problem)
+    good = [name for name, problem in zip(present, problems) if not problem]
+    together = "".join(f"#include <{name}>\n" for name in reversed(good)) + "int main() {}\n"
+    problem = compile_one(command, work / "together.cpp", together)
+    report.check(f"all headers in one unit, in reverse [{label}]", problem)
+    if not problem:
+        # A library's own symbols may stay open: nothing is run.
+        objects = [name.replace("/", "__") + ".cpp.o" for name in good] + ["together.cpp.o"]
+        status, output = run([*compiler, "-pthread", *objects, "-Wl,--unresolved-symbols=ignore-all", "-o", "all"],
+                             cwd=work)
+        report.check(f"no duplicate symbol over {len(objects)} units [{label}]",
+                     last_lines(output) if status else "")
+
+
+def check_nvcc(report, tree, nvcc, jobs, work):
+    command = [*nvcc, "-std=c++20", "-O0", f"-I{tree.include}", "-Xcompiler", "-Wall", "-Werror", "all-warnings"]
+    folders = {}
+    for name in tree.headers:
+        if not any(other.startswith(NOT_FOR_NVCC) for other in {name, *tree.reach(name)}):
+            folders.setdefault(pathlib.PurePosixPath(name).parent.as_posix(), []).append(name)
+
+    def folder_as_cuda(folder):
+        text = "".join(f"#include <{name}>\n" for name in folders[folder])
+        return compile_one(command, work / (folder.replace("/", "__") + ".cu"), text)
+
+    names = list(folders)
+    for folder, problem in zip(names, in_parallel(jobs, folder_as_cuda, names)):
+        report.check(f"{len(folders[folder])} headers of {folder} as .cu [nvcc]", problem)
+
+
+def self_test(report, compiler, flags, jobs):
+    """A tree with one header of every defect must be refused, each for its own reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        include = pathlib.Path(folder) / "include"
+        (include / "weightwire").mkdir(parents=True)
+        bad = {
+            "needs_a_predecessor": "#pragma once\ninline std::size_t f(std::size_t n) { return n; }\n",
+            "not_once": "struct twice {};\n",
+            "not_inline": "#pragma once\nint everywhere() { return 1; }\n",
+            "warns": "#pragma once\ninline int g(long value) { return value; }\n",
+        }
+        for name, text in bad.items():
+            (include / "weightwire" / (name + ".hpp")).write_text(text)
+        work = pathlib.Path(folder) / "work"
+        work.mkdir()
+        seen = []
+
+        class Recorder(Report):
+            def check(self, name, problem):
+                seen.append((name, bool(problem)))
+
+            def skip(self, name, why):
+                seen.append((name, None))
+
+        check_host_compiler(Recorder(), Tree(include), compiler, flags, jobs, work)
+        failed = {name.split()[1].split("/")[-1][:-4] for name, problem in seen if problem and name.startswith("header")}
+        duplicate = any(problem for name, problem in seen if name.startswith("no duplicate"))
+        wanted = {"needs_a_predecessor", "not_once", "warns"}
+        report.check("the header test finds planted defects",
+                     "" if failed == wanted and duplicate else f"found {sorted(failed)}, duplicate: {duplicate}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compiler", action="append", default=[], help="such as g++ or 'ccache clang++-16'")
+    parser.add_argument("--nvcc", help="also compile as .cu with this nvcc")
+    parser.add_argument("--flags", default="", help="more flags for the host compilers")
+    parser.add_argument("--include", type=pathlib.Path, default=ROOT / "include")
+    parser.add_argument("--jobs", type=int, default=default_jobs())
+    arguments = parser.parse_args()
+    report = Report()
+    tree = Tree(arguments.include.resolve())
+    flags = shlex.split(arguments.flags)
+    for compiler in arguments.compiler:
+        with tempfile.TemporaryDirectory() as work:
+            check_host_compiler(report, tree, shlex.split(compiler), flags, arguments.jobs, pathlib.Path(work))
+    if arguments.compiler:
+        self_test(report, shlex.split(arguments.compiler[0]), flags, arguments.jobs)
+    if arguments.nvcc:
+        with tempfile.TemporaryDirectory() as work:
+            check_nvcc(report, tree, shlex.split(arguments.nvcc), arguments.jobs, pathlib.Path(work))
+    report.exit()
+
+
+if __name__ == "__main__":
+    main()
