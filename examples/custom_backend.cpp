@@ -145,9 +145,10 @@ int main() try {
     if (::mkdtemp(folder.data()) == nullptr) {
         spool::fail("mkdtemp", weightwire::phase::init);
     }
-    auto engine = weightwire::trainer_init(
-        spool::init_info{.path = folder + "/round"}, weightwire::local_sync_client{service},
-        weightwire::span_source{{.name = "weight", .tensor = view}});
+    weightwire::local_sync_client client{service};
+    auto engine =
+        weightwire::trainer_init(spool::init_info{.path = folder + "/round"}, client,
+                                 weightwire::span_source{{.name = "weight", .tensor = view}});
     for (int step = 1; step <= 3; ++step) {
         weights.fill(static_cast<float>(step));
         const auto report = engine.send_weights();

@@ -18,16 +18,19 @@
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/http/socket.hpp>
 
-// Raw TCP for the HTTP tests: a server that follows a script instead of the protocol, and a client
-// that sends whatever bytes a test wants. Every read gives up after five seconds.
+/// @file
+/// Raw TCP for the HTTP tests: a server that follows a script instead of the protocol, and a client
+/// that sends whatever bytes a test wants. Every read gives up after five seconds.
 
-namespace weightwire::test {
+namespace weightwire_tests {
+
+using weightwire::deadline;
 
 /// One end of a TCP connection.
 class raw_connection {
 public:
     explicit raw_connection(int native)
-        : socket_{http::detail::socket_handle::from_native(native)} {}
+        : socket_{weightwire::http::detail::socket_handle::from_native(native)} {}
 
     /// Connects to a port of this machine.
     [[nodiscard]] static raw_connection to(std::uint16_t port) {
@@ -47,7 +50,7 @@ public:
 
     /// False where the other side has gone or does not read.
     bool send(std::string_view bytes) const {
-        return http::detail::write_all(native(), bytes, {}, patience());
+        return weightwire::http::detail::write_all(native(), bytes, {}, patience());
     }
 
     /// Everything up to and with `mark`; what has come by then where it never comes.
@@ -98,13 +101,13 @@ private:
     bool read_more(deadline until) {
         char bytes[4096];
         std::size_t count = 0;
-        const auto result = http::detail::read_some(native(), bytes, until, count);
-        closed_ = closed_ || result == http::detail::read_result::ended;
+        const auto result = weightwire::http::detail::read_some(native(), bytes, until, count);
+        closed_ = closed_ || result == weightwire::http::detail::read_result::ended;
         kept_.append(bytes, count);
-        return result == http::detail::read_result::data;
+        return result == weightwire::http::detail::read_result::data;
     }
 
-    http::detail::socket_handle socket_;
+    weightwire::http::detail::socket_handle socket_;
     std::string kept_;
     bool closed_ = false;
 };
@@ -116,7 +119,7 @@ public:
     using script = std::function<void(raw_connection&)>;
 
     explicit scripted_server(script run, std::uint16_t port = 0)
-        : listener_{http::detail::listen_at("127.0.0.1", port)},
+        : listener_{weightwire::http::detail::listen_at("127.0.0.1", port)},
           thread_{[this, run = std::move(run)](std::stop_token stop) { serve(stop, run); }} {}
 
     [[nodiscard]] std::uint16_t port() const noexcept { return listener_.port; }
@@ -128,8 +131,8 @@ private:
     void serve(const std::stop_token& stop, const script& run) {
         while (!stop.stop_requested()) {
             const int listener = listener_.socket.native_handle();
-            if (!http::detail::wait_for(listener, POLLIN,
-                                        deadline::after(std::chrono::milliseconds{10}))) {
+            if (!weightwire::http::detail::wait_for(
+                    listener, POLLIN, deadline::after(std::chrono::milliseconds{10}))) {
                 continue;
             }
             const int native = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
@@ -141,7 +144,7 @@ private:
         }
     }
 
-    http::detail::listener listener_;
+    weightwire::http::detail::listener listener_;
     std::atomic<int> accepted_{0};
     std::jthread thread_;
 };
@@ -162,4 +165,4 @@ private:
            std::to_string(body.size()) + "\r\n\r\n" + std::string{body};
 }
 
-}  // namespace weightwire::test
+}  // namespace weightwire_tests

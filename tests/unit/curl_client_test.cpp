@@ -18,10 +18,10 @@ using namespace std::chrono_literals;
 using weightwire::deadline;
 using weightwire::reply_fault;
 using weightwire::http::curl_client;
-using weightwire::test::ok_reply;
-using weightwire::test::raw_connection;
-using weightwire::test::read_request;
-using weightwire::test::scripted_server;
+using weightwire_tests::ok_reply;
+using weightwire_tests::raw_connection;
+using weightwire_tests::read_request;
+using weightwire_tests::scripted_server;
 
 namespace {
 

@@ -23,7 +23,7 @@ using weightwire::deadline;
 using weightwire::http_request;
 using weightwire::http_response;
 using weightwire::http::curl_client;
-using weightwire::test::raw_connection;
+using weightwire_tests::raw_connection;
 
 namespace {
 

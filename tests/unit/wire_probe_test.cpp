@@ -138,6 +138,16 @@ TEST_CASE("probe: one peer's failure is its own, and it is not asked again") {
     CHECK_THROWS_AS(profiles[1].problem.raise(), peer_error);
 }
 
+TEST_CASE("probe: a peer that falls silent at any question has a problem") {
+    for (const auto* route :
+         {"/version", "/get_world_size", "/start_weight_update", "/weight_info"}) {
+        CAPTURE(route);
+        const auto profile = probe_one(with(newest, route, {0, "", reply_fault::timed_out}));
+        CHECK(profile.problem.kind == "timeout");
+        CHECK(profile.problem.context.phase == phase::probe);
+    }
+}
+
 TEST_CASE("probe: what a server answers wrongly is its problem, with the place") {
     CHECK(probe_one(with(newest, "/version", {0, "", reply_fault::timed_out})).problem.kind ==
           "timeout");

@@ -109,6 +109,9 @@ private:
     if (!numel) {
         return std::nullopt;
     }
+    if (item_bits(type) % 8 == 0) {
+        return checked_multiply(*numel, item_bits(type) / 8);
+    }
     const auto bits = checked_multiply(*numel, item_bits(type));
     if (!bits || *bits % 8 != 0) {
         return std::nullopt;

@@ -102,7 +102,8 @@ public:
         next_version_ = std::max(next_version_, report_.version) + 1;
         run_phase(phase::start, report_.start, until, [&] {
             if (session_) {
-                session_->start(round_, report_.version, options.force, until);
+                session_->start(round_, report_.version, options.force, until,
+                                before_update(until));
             }
         });
         run_phase(phase::update, report_.update, until, [&] { move(until); });
@@ -244,6 +245,11 @@ private:
     /// still tells it.
     [[nodiscard]] static deadline after_peers(deadline until) noexcept {
         return deadline::at(until.when() + std::chrono::seconds{2});
+    }
+
+    /// A peer that hangs in the start costs a quarter of the time, and leaves the others the rest.
+    [[nodiscard]] static deadline before_update(deadline until) noexcept {
+        return until.capped(until.remaining() / 4);
     }
 
     /// A peer that hangs in the update costs the update's share of the time and leaves the others

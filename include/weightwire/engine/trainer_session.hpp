@@ -100,11 +100,14 @@ public:
     }
 
     /// Asks lost peers to take part again, then begins a session on every live one.
+    /// @param until of the round: workers keep the session open so long.
+    /// @param answer_until when a peer that has not answered is left behind.
     /// @throws error no peer takes part: the first one's failure.
-    void start(std::uint64_t round, weight_version version, bool force, deadline until) {
+    void start(std::uint64_t round, weight_version version, bool force, deadline until,
+               deadline answer_until) {
         round_ = round;
         version_ = version;
-        rejoin(until);
+        rejoin(answer_until);
         for (auto& peer : peers_) {
             peer.bytes = 0;
             peer.data_seconds = 0;
@@ -116,7 +119,7 @@ public:
                             : std::string{"{}"};
         }
         if (init_.session_routes()) {
-            take(client_.start(peers_.to_live(), until, {}), phase::start,
+            take(client_.start(peers_.to_live(), answer_until, {}), phase::start,
                  [&](peer_state& peer, const std::string& body) {
                      if (init_.native()) {
                          peer.session = wire::decode_start_reply(body).session;

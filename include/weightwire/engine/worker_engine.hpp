@@ -1,17 +1,18 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <ranges>
 #include <span>
-#include <stop_token>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -22,14 +23,15 @@
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/concepts/weight_sink.hpp>
 #include <weightwire/core/deadline.hpp>
+#include <weightwire/core/digest.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/call_gate.hpp>
-#include <weightwire/engine/rank_crew.hpp>
-#include <weightwire/engine/rank_session.hpp>
 #include <weightwire/engine/session.hpp>
+#include <weightwire/engine/worker_session.hpp>
 #include <weightwire/engine/worker_status.hpp>
+#include <weightwire/wire/json_reader.hpp>
 #include <weightwire/wire/native.hpp>
 #include <weightwire/wire/vllm_requests.hpp>
 
@@ -63,7 +65,6 @@ template <class Tag, class Sink, class Events = no_events>
     requires Transport<Tag> && WeightSink<Sink> && EventSink<Events>
 class worker_engine {
     using traits = backend_traits<Tag>;
-    using receiver_type = typename traits::receiver;
     using turn = detail::call_gate::entry;
     using turn_kind = detail::call_gate::kind;
 
@@ -76,14 +77,12 @@ public:
         : worker_engine{tag, std::vector<Sink*>{&sink}, std::move(options)} {}
     /// An engine of several ranks: local rank `i` writes to `*sinks[i]`.
     /// @throws usage_error no sink, or a null one.
-    worker_engine(Tag tag, const std::vector<Sink*>& sinks, worker_options<Events> options = {});
+    worker_engine(Tag /*tag*/, const std::vector<Sink*>& sinks, worker_options<Events> options = {})
+        : boot_id_{detail::boot_id()}, sessions_{sinks, std::move(options)} {}
     worker_engine(const worker_engine&) = delete;
     worker_engine& operator=(const worker_engine&) = delete;
     /// Rolls back an open session and lets go of the trainer's memory.
-    ~worker_engine() {
-        roll_back_sinks();
-        release_receivers();
-    }
+    ~worker_engine() = default;
 
     // The native form. Each call takes its budget from its message.
 
@@ -92,47 +91,167 @@ public:
     /// @throws mismatch_error another wire version, backend, plan hash or world size.
     /// @throws timeout_error the running call did not leave in time.
     /// @throws what the receivers throw; the epoch has begun all the same.
-    wire::native_init_reply init(wire::native_init message, const worker_call& call);
+    wire::native_init_reply init(wire::native_init message, const worker_call& call) {
+        check(message);
+        const auto until = native_deadline(message.budget_ms);
+        sessions_.supersede_running_call();
+        turn mine{gate_, turn_kind::take_over, until, call.stop, phase::init};
+        sessions_.begin_epoch([&] {
+            vllm_ = nullptr;
+            native_ = std::make_unique<wire::native_init>(std::move(message));
+            ranks().expect(native_->parameters);
+            ranks().open({.wire_parameters = native_->wire_parameters,
+                          .transport = native_->transport,
+                          .parameters = &native_->parameters},
+                         native_->rank_offset, native_->world_size, until, mine);
+        });
+        const auto now = board().read();
+        return {.epoch = now.epoch,
+                .plan_hash = native_->plan_hash,
+                .version = now.version,
+                .commit_mode = std::string{commit_mode_name()},
+                .dirty = now.dirty};
+    }
     /// Begins a session: every sink gives its destinations, or none does.
     /// @throws session_refused a stale epoch, an open session, or a version that is not above this
     /// worker's and not forced.
     /// @throws dirty_error a partial session on a worker that is dirty.
-    wire::native_start_reply start(const wire::native_start& message, const worker_call& call);
+    wire::native_start_reply start(const wire::native_start& message, const worker_call& call) {
+        const auto until = native_deadline(message.budget_ms);
+        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::start};
+        sessions_.end_idle_session();
+        require_native({.epoch = message.epoch}, phase::start);
+        const session_request request{message.version, message.partial, message.force};
+        sessions_.begin_session({.epoch = message.epoch}, request, until, mine, [] {});
+        sessions_.keep_session(until.when() + options().answer_margin);
+        return {.session = board().look([](const worker_status& s) { return s.session; })};
+    }
     /// Receives one part on every rank at once. With one rank nothing is allocated between the
     /// call and the last byte.
-    wire::native_update_reply update(const wire::native_update& message, const worker_call& call);
+    wire::native_update_reply update(const wire::native_update& message, const worker_call& call) {
+        const auto until = native_deadline(message.budget_ms);
+        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::update};
+        sessions_.end_idle_session();
+        require_native({message.epoch, message.session}, phase::update);
+        const auto reply =
+            sessions_.receive({message.epoch, message.session}, {}, until, mine, [&] {
+                if (message.plan_hash != native_->plan_hash) {
+                    throw mismatch_error{
+                        "the update call belongs to plan " + digest_text(message.plan_hash) +
+                            ", init agreed on plan " + digest_text(native_->plan_hash),
+                        at(phase::update)};
+                }
+                return update_message{.round = message.round, .part = message.part, .native = true};
+            });
+        sessions_.keep_session(until.when() + options().answer_margin);
+        return reply;
+    }
     /// Checks coverage and digests and prepares every rank, then commits if the trainer still
     /// counts on it: the deadline has not passed, the client waits, nobody took over.
-    wire::native_finish_reply finish(const wire::native_finish& message, const worker_call& call);
+    wire::native_finish_reply finish(const wire::native_finish& message, const worker_call& call) {
+        const auto until = native_deadline(message.budget_ms);
+        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::finish};
+        sessions_.end_idle_session();
+        require_native({message.epoch, message.session}, phase::finish);
+        sessions_.step(phase::finish, [&](session& s) {
+            return s.finish_begin({message.epoch, message.session});
+        });
+        const auto version = sessions_.state().info().version;
+        sessions_.commit(version, std::to_string(version), message.digests, until, mine, [&] {
+            if (message.version != version) {
+                throw mismatch_error{"finish names version " + std::to_string(message.version) +
+                                         ", start named " + std::to_string(version),
+                                     at(phase::finish)};
+            }
+            require_wanted(call, until, mine);
+            require_before(message);
+        });
+        return {.version = version};
+    }
 
     // vLLM's form. The parameters of a session are the sink's own (`HasParameters`).
 
     /// @throws unsupported_error the sink does not say what it holds, or ranks hold different
     /// lists.
-    void init(const wire::vllm_init& message, const worker_call& call);
-    void start(const wire::vllm_start& message, const worker_call& call);
+    void init(const wire::vllm_init& message, const worker_call& call) {
+        require_parameters();
+        const auto until = vllm_deadline();
+        sessions_.supersede_running_call();
+        turn mine{gate_, turn_kind::take_over, until, call.stop, phase::init};
+        sessions_.begin_epoch([&] {
+            native_ = nullptr;
+            vllm_ = std::make_unique<wire::vllm_init>(message);
+            if constexpr (HasParameters<Sink>) {
+                ranks().expect(sink(0).parameters());
+            }
+            open_for_vllm(until, mine);
+        });
+    }
+    void start(const wire::vllm_start& message, const worker_call& call) {
+        if (!message.is_checkpoint_format) {
+            throw unsupported_error{
+                "this worker takes checkpoint names and shapes only; send without "
+                "is_checkpoint_format, or with true",
+                at(phase::start)};
+        }
+        const auto until = vllm_deadline();
+        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::start};
+        sessions_.end_idle_session();
+        require_vllm(phase::start);
+        sessions_.begin_session({}, {.version = version() + 1}, until, mine, [&] {
+            if (!ranks().open()) {
+                reopen(until, mine);
+            }
+        });
+        sessions_.keep_session(vllm_deadline().when());
+    }
     /// @throws coverage_error a name that the session does not have, or another dtype or shape.
     void update(const std::shared_ptr<const wire::vllm_update_request>& request,
-                const worker_call& call);
+                const worker_call& call) {
+        vllm_update(request, call, [] { return update_message{}; });
+    }
+    /// An update whose content was refused before it came here: ends the session, as a failing
+    /// update does, and throws what `why` holds, or the session's own fault.
+    void refused_update(const std::exception_ptr& why, const worker_call& call) {
+        vllm_update(nullptr, call, [&]() -> update_message { std::rethrow_exception(why); });
+    }
     /// The label is the trainer's text, unchanged if there is none. The numeric version becomes the
     /// label's number where it has one that grows, else it grows by one.
-    void finish(const wire::vllm_finish& message, const worker_call& call);
+    void finish(const wire::vllm_finish& message, const worker_call& call) {
+        const auto until = vllm_deadline();
+        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::finish};
+        sessions_.end_idle_session();
+        require_vllm(phase::finish);
+        sessions_.step(phase::finish, [](session& s) { return s.finish_begin({}); });
+        sessions_.commit(version_of(message.weight_version), message.weight_version, {}, until,
+                         mine, [&] { require_wanted(call, until, mine); });
+    }
     /// `/update_weight_version`: a label, no weights.
     void set_label(std::string label) {
-        board_.change([&](worker_status& s) { s.label = std::move(label); });
+        board().change([&](worker_status& s) { s.label = std::move(label); });
     }
 
     // Questions, from any thread.
 
     /// The worker now. Rolls back a session that has outlived its time, unless a call runs.
-    [[nodiscard]] worker_status status();
+    [[nodiscard]] worker_status status() {
+        auto now = board().read();
+        if (now.session != 0 && deadline::clock::now() >= now.session_ends) {
+            if (const turn mine{gate_}; mine) {
+                sessions_.end_idle_session();
+                now = board().read();
+            }
+        }
+        return now;
+    }
     [[nodiscard]] weight_version version() const {
-        return board_.look([](const worker_status& s) { return s.version; });
+        return board().look([](const worker_status& s) { return s.version; });
     }
     [[nodiscard]] bool dirty() const {
-        return board_.look([](const worker_status& s) { return s.dirty; });
+        return board().look([](const worker_status& s) { return s.dirty; });
     }
-    [[nodiscard]] std::size_t world_size() const noexcept { return ranks_.size(); }
+    /// Ranks behind this worker.
+    [[nodiscard]] std::size_t world_size() const noexcept { return ranks().size(); }
     /// How an update becomes visible; empty where the sink does not say.
     [[nodiscard]] std::string_view commit_mode_name() const noexcept {
         if constexpr (HasCommitMode<Sink>) {
@@ -141,99 +260,219 @@ public:
             return {};
         }
     }
-    [[nodiscard]] Sink& sink(std::size_t rank) const noexcept {
-        return ranks_[rank].session.sink();
-    }
+    [[nodiscard]] Sink& sink(std::size_t rank) const noexcept { return ranks().sink(rank); }
 
     /// Writes zeros to every parameter that updates write, as one commit of the version there is:
     /// what vLLM's weight checker calls reset.
     /// @throws session_refused a session is open.
-    void reset_weights(const worker_call& call);
-
-private:
-    struct rank_state {
-        explicit rank_state(Sink& sink) noexcept : session{sink} {}
-        detail::rank_session<Sink> session;
-        std::optional<receiver_type> receiver{};
-        std::vector<std::size_t> positions{};  ///< of a vLLM update's names in the session
-        std::int64_t began_ns = 0;             ///< this update's data move
-        std::int64_t ended_ns = 0;
-    };
-    using native_or_vllm = std::variant<wire::native_init, wire::vllm_init>;
-
-    [[nodiscard]] deadline native_deadline(std::int64_t budget_ms) const noexcept;
-    [[nodiscard]] deadline vllm_deadline() const noexcept {
-        return deadline::after(options_.vllm_call_budget);
-    }
-    [[nodiscard]] error_context at(phase where) const {
-        return {.phase = where, .backend = std::string{traits::wire_name}};
-    }
-    void check(const wire::native_init& message) const;
-    void require_world(std::int64_t rank_offset, std::int64_t world_size) const;
-    void require_parameters() const;
-
-    /// One event of the session, under its lock.
-    template <class Event>
-    auto on_session(Event event) const {
-        const std::lock_guard lock{session_mutex_};
-        return event(session_);
-    }
-    /// The same, throwing its fault.
-    template <class Event>
-    session_action step(phase where, Event event) {
-        return on_session(event).require(at(where));
-    }
-    void require_initialized(session_key key, phase where) const;
-
-    void supersede_running_call();
-    template <class Open>
-    void begin_epoch(const turn& mine, Open open);
-    void open_receivers(turn& mine, const transport_open& with, int rank_offset, int world_size,
-                        deadline until);
-    void open_for_vllm(turn& mine, deadline until);
-    void release_receivers() noexcept;
-
-    void begin_session(turn& mine, session_key key, session_request request, deadline until);
-    wire::native_update_reply receive(turn& mine, session_key key, const update_message& message,
-                                      const wire::vllm_update_request* request, deadline until);
-    void receive_on(rank_state& rank, const update_message& message, const wire::vllm_update* named,
-                    deadline until, std::stop_token stop);
-    void place_names(const std::shared_ptr<const wire::vllm_update_request>& request);
-    void commit(turn& mine, session_key key, const wire::native_finish* native,
-                const std::optional<std::string>& label, const worker_call& call, deadline until);
-    void require_wanted(const turn& mine, const wire::native_finish* native,
-                        const worker_call& call, deadline until) const;
-    [[nodiscard]] weight_version version_of(const std::optional<std::string>& label) const;
-
-    [[noreturn]] void fail(phase where, session_step (session::*failed)() noexcept);
-    void end_idle_session();
-    void roll_back_sinks() noexcept;
-    void extend_session(deadline::clock::time_point until);
-    void publish_sinks();
-    [[nodiscard]] bool any_dirty() const;
-    void tell(const event& what) noexcept {
-        if constexpr (!std::is_same_v<Events, no_events>) {
-            options_.events.on(what);
+    void reset_weights(const worker_call& call) {
+        require_parameters();
+        const auto until = vllm_deadline();
+        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::serve};
+        sessions_.end_idle_session();
+        if (sessions_.state().state() == session_state::active) {
+            throw session_refused{session_fault::already_active,
+                                  to_string(session_fault::already_active), at(phase::serve)};
+        }
+        if constexpr (HasParameters<Sink>) {
+            zero_and_commit(sink(0).parameters(), until, mine);
         }
     }
 
-    worker_options<Events> options_;
-    detail::call_gate gate_;
-    detail::status_board board_;
-    std::deque<rank_state> ranks_;  // receivers need not be movable
+private:
+    [[nodiscard]] static error_context at(phase where) {
+        return {.phase = where, .backend = std::string{traits::wire_name}};
+    }
+    // Time.
+
+    /// A little before the trainer gives up, so that it still hears why.
+    [[nodiscard]] deadline native_deadline(std::int64_t budget_ms) const noexcept {
+        const auto longest = options().longest_budget.count();
+        const std::chrono::milliseconds budget{std::clamp<std::int64_t>(budget_ms, 0, longest)};
+        return deadline::after(budget - std::min(options().answer_margin, budget / 10));
+    }
+    [[nodiscard]] deadline vllm_deadline() const noexcept {
+        return deadline::after(options().vllm_call_budget);
+    }
+    // Checks before anything changes.
+
+    void check(const wire::native_init& message) const {
+        const auto refuse = [&](std::string_view what, std::string_view theirs,
+                                std::string_view ours) {
+            throw mismatch_error{std::string{what} + " differs: the trainer has " +
+                                     std::string{theirs} + ", this worker " + std::string{ours} +
+                                     "; nothing has moved",
+                                 at(phase::init)};
+        };
+        if (message.wire != wire::native_version) {
+            refuse("the wire version", std::to_string(message.wire),
+                   std::to_string(wire::native_version));
+        }
+        if (message.backend != traits::wire_name) {
+            refuse("the backend", message.backend, traits::wire_name);
+        }
+        require_world(message.rank_offset, message.world_size);
+        const auto hash = wire::plan_hash(traits::wire_name, message.world_size, message.parameters,
+                                          message.wire_parameters);
+        if (hash != message.plan_hash) {
+            refuse("the plan hash", digest_text(message.plan_hash), digest_text(hash));
+        }
+    }
+    /// Our ranks are `rank_offset` and following of a group of `world_size`, whose rank 0 sends.
+    void require_world(std::int64_t rank_offset, std::int64_t world_size) const {
+        const auto ours = static_cast<std::int64_t>(ranks().size());
+        if (rank_offset < 1 || rank_offset > world_size - ours) {
+            throw mismatch_error{"this worker's " + std::to_string(ours) +
+                                     " ranks do not fit a group of " + std::to_string(world_size) +
+                                     " from rank " + std::to_string(rank_offset) + " on",
+                                 at(phase::init)};
+        }
+    }
+    /// vLLM's trainer names parameters only as it sends them, so the sinks must know them.
+    void require_parameters() const {
+        if constexpr (HasParameters<Sink>) {
+            const auto& first = sink(0).parameters();
+            for (std::size_t i = 1; i < ranks().size(); ++i) {
+                if (!std::ranges::equal(sink(i).parameters().parameters(), first.parameters())) {
+                    throw unsupported_error{
+                        "the ranks of this worker hold different parameters, which only a native "
+                        "trainer can serve",
+                        at(phase::init)};
+                }
+            }
+        } else {
+            throw unsupported_error{
+                "this worker's sink does not say what it holds, which vLLM's form needs; add a "
+                "member parameters()",
+                at(phase::init)};
+        }
+    }
+    /// A native call names its epoch and session always; the session machine takes 0 for vLLM's.
+    void require_native(session_key key, phase where) const {
+        const auto epoch = sessions_.state().epoch();
+        const bool names_session = where == phase::start || key.session != 0;
+        if (epoch != 0 && (key.epoch != epoch || !names_session)) {
+            throw session_refused{session_fault::stale, to_string(session_fault::stale), at(where)};
+        }
+        require_initialized(native_ != nullptr && (where != phase::start || ranks().open()), where);
+    }
+    /// Without an open session the session machine says what is wrong, in vLLM's words.
+    void require_vllm(phase where) const {
+        const bool open = sessions_.state().state() == session_state::active;
+        require_initialized(vllm_ != nullptr || (where != phase::start && !open), where);
+    }
+    void require_initialized(bool holds, phase where) const {
+        if (!holds) {
+            throw session_refused{session_fault::not_initialized,
+                                  to_string(session_fault::not_initialized), at(where)};
+        }
+    }
+
+    template <class Describe>
+    void vllm_update(const std::shared_ptr<const wire::vllm_update_request>& request,
+                     const worker_call& call, Describe describe) {
+        const auto until = vllm_deadline();
+        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::update};
+        sessions_.end_idle_session();
+        require_vllm(phase::update);
+        sessions_.receive({}, request, until, mine, describe);
+        sessions_.keep_session(vllm_deadline().when());
+    }
+    void open_for_vllm(deadline until, turn& mine) {
+        const auto [offset, size] = group_of(vllm_->init_info);
+        ranks().open({.wire_parameters = vllm_->init_info}, offset, size, until, mine);
+    }
+    /// `rank_offset` and `world_size` where the backend's `init_info` has them.
+    [[nodiscard]] std::pair<int, int> group_of(const std::string& init_info) const {
+        constexpr std::int64_t most = 1 << 20;
+        const wire::json_document document{init_info, "init_info", phase::init};
+        const auto offset = document.root().find("rank_offset");
+        const auto size = document.root().find("world_size");
+        const auto first = offset && !offset->is_null() ? offset->integer(0, most) : 1;
+        const auto alone = first + static_cast<std::int64_t>(ranks().size());
+        const auto count = size && !size->is_null() ? size->integer(0, most) : alone;
+        require_world(first, count);
+        return {static_cast<int>(first), static_cast<int>(count)};
+    }
+
+    /// vLLM's trainer calls init once, so after a failed update a one-sided transport is opened
+    /// anew from what init said. One that needs the peer cannot be.
+    void reopen(deadline until, turn& mine) {
+        if (!traits::capabilities.one_sided) {
+            require_initialized(false, phase::start);
+        }
+        open_for_vllm(until, mine);
+    }
+
+    void require_wanted(const worker_call& call, deadline until, const turn& mine) const {
+        if (until.expired()) {
+            throw timeout_error{
+                "the ranks were ready only after the deadline; nothing is committed",
+                at(phase::finish)};
+        }
+        if (mine.stop().stop_requested() || !call.client_is_waiting()) {
+            throw cancelled_error{"the trainer no longer waits; nothing is committed",
+                                  at(phase::finish)};
+        }
+    }
+    /// A worker that was stopped and resumed sees a fresh deadline of its own; the trainer's clock
+    /// is the same where the boot is.
+    void require_before(const wire::native_finish& message) const {
+        const bool same_clock = !boot_id_.empty() && message.boot_id == boot_id_;
+        if (same_clock && detail::monotonic_ns() >= message.commit_before_ns) {
+            throw timeout_error{
+                "the instant has passed after which the trainer counts on no commit; nothing is "
+                "committed",
+                at(phase::finish)};
+        }
+    }
+    [[nodiscard]] weight_version version_of(const std::optional<std::string>& label) const {
+        const auto next = version() + 1;
+        weight_version number = 0;
+        if (label) {
+            const auto* end = label->data() + label->size();
+            const auto read = std::from_chars(label->data(), end, number);
+            number = read.ec == std::errc{} && read.ptr == end ? number : 0;
+        }
+        return std::max(next, number);
+    }
+
+    void zero_and_commit(const manifest& parameters, deadline until, turn& mine) {
+        const auto now = version();
+        ranks().expect(parameters);
+        try {
+            ranks().begin({.epoch = sessions_.state().epoch(), .version = now}, until, mine);
+            ranks().zero(until, mine);
+            ranks().complete({}, until, mine);
+            ranks().commit(now);
+        } catch (...) {
+            end_reset();
+            throw;
+        }
+        end_reset();
+    }
+    void end_reset() {
+        ranks().roll_back();
+        if (native_ != nullptr) {
+            ranks().expect(native_->parameters);
+        }
+        sessions_.publish_sinks();
+    }
+
+    [[nodiscard]] const worker_options<Events>& options() const noexcept {
+        return sessions_.options();
+    }
+    [[nodiscard]] auto& ranks() noexcept { return sessions_.ranks(); }
+    [[nodiscard]] const auto& ranks() const noexcept { return sessions_.ranks(); }
+    [[nodiscard]] auto& board() noexcept { return sessions_.board(); }
+    [[nodiscard]] const auto& board() const noexcept { return sessions_.board(); }
+
     std::string boot_id_;
-
-    mutable std::mutex session_mutex_;
-    mutable session session_;
-
-    // Of the call that holds the gate.
-    std::unique_ptr<native_or_vllm> opened_;  ///< the init that the receivers refer to
-    bool receivers_open_ = false;
-    detail::session_list list_;
-    std::shared_ptr<const wire::vllm_update_request> placed_;  ///< `positions` belong to it
-    detail::rank_crew crew_;  // last: its threads end before what they read
+    detail::call_gate gate_;
+    // Of the call that holds the gate. Before the sessions, whose receivers refer to them.
+    std::unique_ptr<wire::native_init> native_;  ///< the last init, if it was a native one
+    std::unique_ptr<wire::vllm_init> vllm_;      ///< the last init, if it was vLLM's
+    detail::worker_session<Tag, Sink, Events> sessions_;
 };
 
 }  // namespace weightwire
-
-#include <weightwire/engine/worker_engine_impl.hpp>  // IWYU pragma: export

@@ -2,635 +2,262 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
-#include <charconv>
-#include <chrono>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <ranges>
 #include <span>
+#include <stop_token>
 #include <string>
-#include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include <weightwire/concepts/event_sink.hpp>
 #include <weightwire/concepts/transport.hpp>
+#include <weightwire/concepts/update_target.hpp>
 #include <weightwire/concepts/weight_sink.hpp>
 #include <weightwire/core/deadline.hpp>
-#include <weightwire/core/digest.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/call_gate.hpp>
-#include <weightwire/engine/session.hpp>
-#include <weightwire/engine/worker_ranks.hpp>
-#include <weightwire/engine/worker_status.hpp>
-#include <weightwire/wire/json_reader.hpp>
+#include <weightwire/engine/rank_crew.hpp>
+#include <weightwire/engine/rank_session.hpp>
 #include <weightwire/wire/native.hpp>
 #include <weightwire/wire/vllm_requests.hpp>
 
 /// @file
-/// The worker's side of the four phases: one or several ranks that receive, check and commit
-/// together.
+/// The ranks behind one worker server: their receivers, their sinks, and every step that all of
+/// them take together.
 
-namespace weightwire {
+namespace weightwire::detail {
 
-/// `parameters()`: the sink knows its own list. Needed where the trainer does not say at init what
-/// it will send: vLLM's.
-template <class S>
-concept HasParameters = requires(const std::remove_reference_t<S>& sink) {
-    { sink.parameters() } -> std::convertible_to<const manifest&>;
-};
-
-/// Turns protocol calls into committed weights. One sink and one receiver a rank.
-///
-/// The calls are `init`, `start`, `update` and `finish`, each in the native form and in vLLM's.
-/// They run one at a time in the order in which they come, each until its own deadline; an `init`
-/// stops the call that runs, rolls back its session and begins a new epoch. A stale call changes
-/// nothing. After any other error the session is over and rolled back on every rank; after a failed
-/// update the receivers are released too, and a native trainer begins again with init. Questions
-/// are answered while a call runs.
-///
-/// With one rank the calling thread does all the work; with several, each further rank has a thread
-/// that lives as long as the engine. Ranks commit only when all have prepared.
-///
-/// Thread-safe; neither copied nor moved. No call may run when it is destroyed.
-template <class Tag, class Sink, class Events = no_events>
-    requires Transport<Tag> && WeightSink<Sink> && EventSink<Events>
-class worker_engine {
+/// The ranks of one worker. Knows nothing of calls, epochs or versions; the engine does. One thread
+/// at a time. A member that throws leaves some ranks further than others: the caller rolls back.
+template <class Tag, class Sink>
+class worker_ranks {
     using traits = backend_traits<Tag>;
-    using turn = detail::call_gate::entry;
-    using turn_kind = detail::call_gate::kind;
+    using turn = call_gate::entry;
 
 public:
-    using backend = Tag;
-    using sink_type = Sink;
-
-    /// An engine of one rank. `sink` outlives it.
-    worker_engine(Tag tag, Sink& sink, worker_options<Events> options = {})
-        : worker_engine{tag, std::vector<Sink*>{&sink}, std::move(options)} {}
-    /// An engine of several ranks: local rank `i` writes to `*sinks[i]`.
-    /// @throws usage_error no sink, or a null one.
-    worker_engine(Tag /*tag*/, const std::vector<Sink*>& sinks, worker_options<Events> options = {})
-        : options_{std::move(options)}, boot_id_{detail::boot_id()}, ranks_{sinks} {
-        const weight_version loaded = sink(0).version();
-        session_ = session{loaded, ranks_.any_dirty()};
-        board_.change([&](worker_status& s) {
-            s.version = loaded;
-            s.label = loaded == 0 ? s.label : std::to_string(loaded);
-            s.dirty = session_.dirty();
-        });
-    }
-    worker_engine(const worker_engine&) = delete;
-    worker_engine& operator=(const worker_engine&) = delete;
-    /// Rolls back an open session and lets go of the trainer's memory.
-    ~worker_engine() {
-        ranks_.roll_back();
-        ranks_.release();
-    }
-
-    // The native form. Each call takes its budget from its message.
-
-    /// Begins a new epoch. What the message says is checked first: a trainer that does not agree
-    /// with this worker cannot disturb one that does.
-    /// @throws mismatch_error another wire version, backend, plan hash or world size.
-    /// @throws timeout_error the running call did not leave in time.
-    /// @throws what the receivers throw; the epoch has begun all the same.
-    wire::native_init_reply init(wire::native_init message, const worker_call& call) {
-        check(message);
-        const auto until = native_deadline(message.budget_ms);
-        supersede_running_call();
-        turn mine{gate_, turn_kind::take_over, until, call.stop, phase::init};
-        begin_epoch([&] {
-            native_ = std::make_unique<wire::native_init>(std::move(message));
-            ranks_.expect(native_->parameters);
-            ranks_.open({.wire_parameters = native_->wire_parameters,
-                         .transport = native_->transport,
-                         .parameters = &native_->parameters},
-                        native_->rank_offset, native_->world_size, until, mine);
-        });
-        const auto now = board_.read();
-        return {.epoch = now.epoch,
-                .plan_hash = native_->plan_hash,
-                .version = now.version,
-                .commit_mode = std::string{commit_mode_name()},
-                .dirty = now.dirty};
-    }
-    /// Begins a session: every sink gives its destinations, or none does.
-    /// @throws session_refused a stale epoch, an open session, or a version that is not above this
-    /// worker's and not forced.
-    /// @throws dirty_error a partial session on a worker that is dirty.
-    wire::native_start_reply start(const wire::native_start& message, const worker_call& call) {
-        const auto until = native_deadline(message.budget_ms);
-        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::start};
-        end_idle_session();
-        require_native(phase::start);
-        const session_request request{message.version, message.partial, message.force};
-        begin_session({.epoch = message.epoch}, request, until, mine);
-        keep_session(until + options_.answer_margin);
-        return {.session = board_.look([](const worker_status& s) { return s.session; })};
-    }
-    /// Receives one part on every rank at once. With one rank nothing is allocated between the
-    /// call and the last byte.
-    wire::native_update_reply update(const wire::native_update& message, const worker_call& call) {
-        const auto until = native_deadline(message.budget_ms);
-        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::update};
-        end_idle_session();
-        require_native(phase::update);
-        const auto reply = receive({message.epoch, message.session}, {}, until, mine, [&] {
-            if (message.plan_hash != native_->plan_hash) {
-                throw mismatch_error{"the update call belongs to plan " +
-                                         digest_text(message.plan_hash) + ", init agreed on plan " +
-                                         digest_text(native_->plan_hash),
-                                     at(phase::update)};
+    /// @param sinks one a rank, outliving this object.
+    /// @throws usage_error none, or a null one.
+    explicit worker_ranks(const std::vector<Sink*>& sinks) : crew_{sinks.size()} {
+        for (auto* sink : sinks) {
+            if (sink == nullptr) {
+                throw usage_error{"a worker engine was given a null sink"};
             }
-            return update_message{.round = message.round, .part = message.part, .native = true};
-        });
-        keep_session(until + options_.answer_margin);
-        return reply;
-    }
-    /// Checks coverage and digests and prepares every rank, then commits if the trainer still
-    /// counts on it: the deadline has not passed, the client waits, nobody took over.
-    wire::native_finish_reply finish(const wire::native_finish& message, const worker_call& call) {
-        const auto until = native_deadline(message.budget_ms);
-        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::finish};
-        end_idle_session();
-        require_native(phase::finish);
-        step(phase::finish, [&](session& s) {
-            return s.finish_begin({message.epoch, message.session});
-        });
-        const auto version = session_.info().version;
-        commit(version, std::to_string(version), message.digests, until, mine, [&] {
-            if (message.version != version) {
-                throw mismatch_error{"finish names version " + std::to_string(message.version) +
-                                         ", start named " + std::to_string(version),
-                                     at(phase::finish)};
-            }
-            require_wanted(call, until, mine);
-            require_before(message);
-        });
-        return {.version = version};
-    }
-
-    // vLLM's form. The parameters of a session are the sink's own (`HasParameters`).
-
-    /// @throws unsupported_error the sink does not say what it holds, or ranks hold different
-    /// lists.
-    void init(const wire::vllm_init& message, const worker_call& call) {
-        require_parameters();
-        const auto until = vllm_deadline();
-        supersede_running_call();
-        turn mine{gate_, turn_kind::take_over, until, call.stop, phase::init};
-        begin_epoch([&] {
-            vllm_ = std::make_unique<wire::vllm_init>(message);
-            if constexpr (HasParameters<Sink>) {
-                ranks_.expect(sink(0).parameters());
-            }
-            open_for_vllm(until, mine);
-        });
-    }
-    void start(const wire::vllm_start& message, const worker_call& call) {
-        if (!message.is_checkpoint_format) {
-            throw unsupported_error{
-                "this worker takes checkpoint names and shapes only; send without "
-                "is_checkpoint_format, or with true",
-                at(phase::start)};
+            ranks_.emplace_back(*sink);
         }
-        const auto until = vllm_deadline();
-        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::start};
-        end_idle_session();
-        require_vllm(phase::start);
-        begin_session({}, {.version = version() + 1}, until, mine);
-        keep_session(vllm_deadline().when());
-    }
-    /// @throws coverage_error a name that the session does not have, or another dtype or shape.
-    void update(const std::shared_ptr<const wire::vllm_update_request>& request,
-                const worker_call& call) {
-        const auto until = vllm_deadline();
-        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::update};
-        end_idle_session();
-        require_vllm(phase::update);
-        receive({}, request, until, mine, [] { return update_message{}; });
-        keep_session(vllm_deadline().when());
-    }
-    /// The label is the trainer's text, unchanged if there is none. The numeric version becomes the
-    /// label's number where it has one that grows, else it grows by one.
-    void finish(const wire::vllm_finish& message, const worker_call& call) {
-        const auto until = vllm_deadline();
-        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::finish};
-        end_idle_session();
-        require_vllm(phase::finish);
-        step(phase::finish, [](session& s) { return s.finish_begin({}); });
-        commit(version_of(message.weight_version), message.weight_version, {}, until, mine,
-               [&] { require_wanted(call, until, mine); });
-    }
-    /// `/update_weight_version`: a label, no weights.
-    void set_label(std::string label) {
-        board_.change([&](worker_status& s) { s.label = std::move(label); });
+        if (ranks_.empty()) {
+            throw usage_error{"a worker engine needs at least one sink"};
+        }
     }
 
-    // Questions, from any thread.
+    [[nodiscard]] std::size_t size() const noexcept { return ranks_.size(); }
+    [[nodiscard]] Sink& sink(std::size_t rank) const noexcept {
+        return ranks_[rank].session.sink();
+    }
+    /// Whether a rank's live weights are a mix.
+    [[nodiscard]] bool any_dirty() const {
+        return std::any_of(ranks_.begin(), ranks_.end(),
+                           [](const rank_state& rank) { return rank.session.sink().dirty(); });
+    }
 
-    /// The worker now. Rolls back a session that has outlived its time, unless a call runs.
-    [[nodiscard]] worker_status status() {
-        auto now = board_.read();
-        if (now.session != 0 && deadline::clock::now() >= now.session_ends) {
-            if (const turn mine{gate_}; mine) {
-                end_idle_session();
-                now = board_.read();
+    // Receivers.
+
+    [[nodiscard]] bool open() const noexcept { return open_; }
+    /// Makes and opens a receiver for every rank. `with` may be gone afterwards, its manifest not
+    /// before `release`.
+    /// @throws what a receiver throws; all are released then.
+    void open(const transport_open& with, int rank_offset, int world_size, deadline until,
+              turn& mine) {
+        release();
+        for (std::size_t i = 0; i < ranks_.size(); ++i) {
+            const auto local = static_cast<int>(i);
+            ranks_[i].receiver.emplace(receiver_context{
+                .local_rank = local, .global_rank = rank_offset + local, .world_size = world_size});
+        }
+        try {
+            on_all(mine,
+                   [&](std::size_t i) { ranks_[i].receiver->open(with, until, mine.stop()); });
+        } catch (...) {
+            release();
+            throw;
+        }
+        open_ = true;
+    }
+    void release() noexcept {
+        for (auto& rank : ranks_) {
+            if (rank.receiver) {
+                rank.receiver->release();
+                rank.receiver.reset();
             }
         }
-        return now;
+        open_ = false;
     }
-    [[nodiscard]] weight_version version() const {
-        return board_.look([](const worker_status& s) { return s.version; });
-    }
-    [[nodiscard]] bool dirty() const {
-        return board_.look([](const worker_status& s) { return s.dirty; });
-    }
-    /// Ranks behind this worker.
-    [[nodiscard]] std::size_t world_size() const noexcept { return ranks_.size(); }
-    /// How an update becomes visible; empty where the sink does not say.
-    [[nodiscard]] std::string_view commit_mode_name() const noexcept {
-        if constexpr (HasCommitMode<Sink>) {
-            return to_string(sink(0).mode());
-        } else {
-            return {};
-        }
-    }
-    [[nodiscard]] Sink& sink(std::size_t rank) const noexcept { return ranks_.sink(rank); }
 
-    /// Writes zeros to every parameter that updates write, as one commit of the version there is:
-    /// what vLLM's weight checker calls reset.
-    /// @throws session_refused a session is open.
-    void reset_weights(const worker_call& call) {
-        require_parameters();
-        const auto until = vllm_deadline();
-        turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::serve};
-        end_idle_session();
-        if (session_.state() == session_state::active) {
-            throw session_refused{session_fault::already_active,
-                                  to_string(session_fault::already_active), at(phase::serve)};
+    // A session.
+
+    /// The parameters of the sessions that follow. `parameters` lives until the next call.
+    void expect(const manifest& parameters) {
+        list_ = session_list{parameters};
+        placed_ = nullptr;
+    }
+    [[nodiscard]] const manifest& parameters() const noexcept { return list_.parameters(); }
+
+    void begin(const session_info& info, deadline until, turn& mine) {
+        on_all(mine, [&](std::size_t i) { ranks_[i].session.begin(info, list_, until); });
+    }
+
+    /// Receives one update call on every rank.
+    /// @param named the vLLM request that names the parameters, or null: all of the session.
+    /// @returns bytes placed, and when the first rank began and the last one ended.
+    wire::native_update_reply receive(const update_message& message,
+                                      const std::shared_ptr<const wire::vllm_update_request>& named,
+                                      deadline until, turn& mine) {
+        if (named != nullptr && named != placed_) {
+            place_names(named);
         }
-        if constexpr (HasParameters<Sink>) {
-            zero_and_commit(until, mine);
+        const auto before = bytes();
+        on_all(mine, [&](std::size_t i) {
+            auto own = message;
+            if (named != nullptr) {
+                own.extras = named->entry(i).extras;
+            }
+            receive_on(ranks_[i], own, named != nullptr, until, mine.stop());
+        });
+        wire::native_update_reply result{.bytes = bytes() - before,
+                                         .began_ns = ranks_.front().began_ns,
+                                         .ended_ns = ranks_.front().ended_ns};
+        for (const auto& rank : ranks_) {
+            result.began_ns = std::min(result.began_ns, rank.began_ns);
+            result.ended_ns = std::max(result.ended_ns, rank.ended_ns);
         }
+        return result;
+    }
+
+    /// Everything that can fail before a commit, on every rank.
+    /// @param digests one a parameter, or empty.
+    void complete(std::span<const std::uint64_t> digests, deadline until, turn& mine) {
+        if (!digests.empty() && digests.size() != parameters().size()) {
+            throw protocol_error{"the finish call has " + std::to_string(digests.size()) +
+                                     " digests for " + std::to_string(parameters().size()) +
+                                     " parameters",
+                                 {.phase = phase::finish}};
+        }
+        on_all(mine, [&](std::size_t i) { ranks_[i].session.complete(digests, until); });
+    }
+    void commit(weight_version version) noexcept {
+        crew_.run([&](std::size_t i) noexcept { ranks_[i].session.commit(version); });
+    }
+    /// Idempotent.
+    void roll_back() noexcept {
+        for (auto& rank : ranks_) {
+            rank.session.rollback();
+        }
+    }
+
+    /// Fills every destination of the open session with zeros.
+    /// @throws unsupported_error a destination is not in host memory.
+    void zero(deadline until, turn& mine) {
+        on_all(mine, [&](std::size_t rank) {
+            auto& target = ranks_[rank].session;
+            for (std::size_t i = 0; i < parameters().size(); ++i) {
+                if (const auto where = target.open(i, until); where.data() != nullptr) {
+                    fill_with_zeros(where, parameters()[i].name);
+                }
+                target.wrote(i, 0, parameters()[i].byte_size(), until);
+            }
+        });
     }
 
 private:
-    [[nodiscard]] error_context at(phase where) const {
-        return {.phase = where, .backend = std::string{traits::wire_name}};
-    }
-    void tell(const event& what) noexcept {
-        if constexpr (!std::is_same_v<Events, no_events>) {
-            options_.events.on(what);
-        }
+    struct rank_state {
+        explicit rank_state(Sink& sink) noexcept : session{sink} {}
+        rank_session<Sink> session;
+        std::optional<typename traits::receiver> receiver{};
+        std::vector<std::size_t> positions{};  ///< of a vLLM update's names in the session
+        std::int64_t began_ns = 0;             ///< of this update's data move
+        std::int64_t ended_ns = 0;
+    };
+
+    /// `work(rank)` for all at once; the first to throw stops the others.
+    template <class Work>
+    void on_all(turn& mine, Work work) {
+        crew_.run(work, [&] { mine.request_stop(); });
     }
 
-    // Time.
-
-    /// A little before the trainer gives up, so that it still hears why.
-    [[nodiscard]] deadline native_deadline(std::int64_t budget_ms) const noexcept {
-        const auto longest = options_.longest_budget.count();
-        const std::chrono::milliseconds budget{std::clamp<std::int64_t>(budget_ms, 0, longest)};
-        return deadline::after(budget - std::min(options_.answer_margin, budget / 10));
-    }
-    [[nodiscard]] deadline vllm_deadline() const noexcept {
-        return deadline::after(options_.vllm_call_budget);
-    }
-    /// The open session may stay until `until` without a further call.
-    void keep_session(deadline::clock::time_point until) {
-        const auto idle = options_.session_time_to_live;
-        board_.change([&](worker_status& s) {
-            s.session_ends = idle.count() != 0 ? deadline::after(idle).when()
-                             : s.session_ends == deadline::clock::time_point::max()
-                                 ? until
-                                 : std::max(s.session_ends, until);
-        });
-    }
-    void end_idle_session() {
-        const bool ended = board_.look([](const worker_status& s) {
-            return s.session != 0 && deadline::clock::now() >= s.session_ends;
-        });
-        if (ended &&
-            on_session([](session& s) { return s.abandon(); }).action == session_action::rollback) {
-            close_session(&worker_status::rolled_back);
-            tell({.kind = event_kind::warning,
-                  .phase = phase::serve,
-                  .text = "the open session was rolled back: its trainer's time is over"});
-        }
+    void receive_on(rank_state& rank, const update_message& message, bool named, deadline until,
+                    std::stop_token stop) {
+        const auto positions =
+            named ? std::span<const std::size_t>{rank.positions} : std::span<const std::size_t>{};
+        update_target target{rank.session, parameters(), 0, named ? 0 : parameters().size(),
+                             positions};
+        rank.began_ns = monotonic_ns();
+        rank.receiver->receive(message, target, until, std::move(stop));
+        rank.ended_ns = monotonic_ns();
     }
 
-    // Checks before anything changes.
+    [[nodiscard]] std::uint64_t bytes() const noexcept {
+        std::uint64_t sum = 0;
+        for (const auto& rank : ranks_) {
+            sum += rank.session.bytes();
+        }
+        return sum;
+    }
 
-    void check(const wire::native_init& message) const {
-        const auto refuse = [&](std::string_view what, std::string_view theirs,
-                                std::string_view ours) {
-            throw mismatch_error{std::string{what} + " differs: the trainer has " +
-                                     std::string{theirs} + ", this worker " + std::string{ours} +
-                                     "; nothing has moved",
-                                 at(phase::init)};
-        };
-        if (message.wire != wire::native_version) {
-            refuse("the wire version", std::to_string(message.wire),
-                   std::to_string(wire::native_version));
-        }
-        if (message.backend != traits::wire_name) {
-            refuse("the backend", message.backend, traits::wire_name);
-        }
-        require_world(message.rank_offset, message.world_size);
-        const auto hash = wire::plan_hash(traits::wire_name, message.world_size, message.parameters,
-                                          message.wire_parameters);
-        if (hash != message.plan_hash) {
-            refuse("the plan hash", digest_text(message.plan_hash), digest_text(hash));
-        }
-    }
-    /// Our ranks are `rank_offset` and following of a group of `world_size`, whose rank 0 sends.
-    void require_world(std::int64_t rank_offset, std::int64_t world_size) const {
-        const auto ours = static_cast<std::int64_t>(ranks_.size());
-        if (rank_offset < 1 || rank_offset > world_size - ours) {
-            throw mismatch_error{"this worker's " + std::to_string(ours) +
-                                     " ranks do not fit a group of " + std::to_string(world_size) +
-                                     " from rank " + std::to_string(rank_offset) + " on",
-                                 at(phase::init)};
-        }
-    }
-    /// vLLM's trainer names parameters only as it sends them, so the sinks must know them.
-    void require_parameters() const {
-        if constexpr (HasParameters<Sink>) {
-            const auto& first = sink(0).parameters();
-            for (std::size_t i = 1; i < ranks_.size(); ++i) {
-                if (!std::ranges::equal(sink(i).parameters().parameters(), first.parameters())) {
-                    throw unsupported_error{
-                        "the ranks of this worker hold different parameters, which only a native "
-                        "trainer can serve",
-                        at(phase::init)};
-                }
+    /// Finds a request's names in the session; once for all rounds that send the same.
+    void place_names(const std::shared_ptr<const wire::vllm_update_request>& request) {
+        placed_ = nullptr;
+        for (std::size_t i = 0; i < ranks_.size(); ++i) {
+            const auto& named = request->entry(i).parameters;
+            auto& positions = ranks_[i].positions;
+            positions.clear();
+            positions.reserve(named.size());
+            for (const auto& parameter : named.parameters()) {
+                positions.push_back(position_of(parameter));
             }
+        }
+        placed_ = request;
+    }
+
+    [[nodiscard]] std::size_t position_of(const param_meta& named) const {
+        const auto at = parameters().find(named.name);
+        if (at == manifest::npos) {
+            throw coverage_error{"the worker has no parameter of this name",
+                                 {.phase = phase::update, .tensor = named.name}};
+        }
+        const auto& held = parameters()[at];
+        if (held.dtype != named.dtype || held.shape != named.shape) {
+            throw coverage_error{"the update brings " + std::string{to_string(named.dtype)} +
+                                     to_string(named.shape) + ", the worker holds " +
+                                     std::string{to_string(held.dtype)} + to_string(held.shape),
+                                 {.phase = phase::update, .tensor = named.name}};
+        }
+        return at;
+    }
+
+    static void fill_with_zeros(const mutable_tensor_view& where, const std::string& name) {
+        const auto item = item_bits(where.type()) / 8;
+        if (where.device().kind != memory_kind::host ||
+            (item_bits(where.type()) % 8 != 0 && !where.is_contiguous())) {
+            throw unsupported_error{"this build resets whole bytes of host memory only",
+                                    {.phase = phase::serve, .tensor = name}};
+        }
+        if (where.is_contiguous()) {
+            std::memset(where.data(), 0, where.byte_size());
         } else {
-            throw unsupported_error{
-                "this worker's sink does not say what it holds, which vLLM's form needs; add a "
-                "member parameters()",
-                at(phase::init)};
-        }
-    }
-    void require_native(phase where) const {
-        require_initialized(native_ != nullptr && (where != phase::start || ranks_.open()), where);
-    }
-    void require_vllm(phase where) const { require_initialized(vllm_ != nullptr, where); }
-    void require_initialized(bool holds, phase where) const {
-        if (!holds) {
-            throw session_refused{session_fault::not_initialized,
-                                  to_string(session_fault::not_initialized), at(where)};
+            each_run(where, 0, item, [&](std::byte* at) { std::memset(at, 0, item); });
         }
     }
 
-    // The session, under its lock: an init marks the running call from its own thread.
-
-    template <class Event>
-    auto on_session(Event event) {
-        const std::lock_guard lock{session_mutex_};
-        return event(session_);
-    }
-    /// The same, throwing its fault.
-    template <class Event>
-    void step(phase where, Event event) {
-        on_session(event).require(at(where));
-    }
-    void supersede_running_call() {
-        on_session([](session& s) { return s.running() ? s.init_begin() : session_step{}; });
-    }
-
-    /// Ends the old epoch and begins a new one, in which `open` makes the receivers.
-    template <class Open>
-    void begin_epoch(Open open) {
-        const auto began = on_session([](session& s) { return s.init_begin(); });
-        if (began.action == session_action::rollback) {
-            close_session(&worker_status::rolled_back);
-        }
-        ranks_.release();
-        native_ = nullptr;
-        vllm_ = nullptr;
-        board_.change([&](worker_status& s) { s.epoch = session_.epoch(); });
-        tell({.kind = event_kind::phase_begun, .phase = phase::init});
-        try {
-            open();
-            step(phase::init, [](session& s) { return s.init_done(); });
-        } catch (...) {
-            ranks_.release();
-            give_up(phase::init, &session::init_failed);
-        }
-        tell({.kind = event_kind::phase_ended, .phase = phase::init});
-    }
-    void open_for_vllm(deadline until, turn& mine) {
-        const auto [offset, size] = group_of(vllm_->init_info);
-        ranks_.open({.wire_parameters = vllm_->init_info}, offset, size, until, mine);
-    }
-    /// `rank_offset` and `world_size` where the backend's `init_info` has them.
-    [[nodiscard]] std::pair<int, int> group_of(const std::string& init_info) const {
-        constexpr std::int64_t most = 1 << 20;
-        const wire::json_document document{init_info, "init_info", phase::init};
-        const auto offset = document.root().find("rank_offset");
-        const auto size = document.root().find("world_size");
-        const auto first = offset && !offset->is_null() ? offset->integer(0, most) : 1;
-        const auto alone = first + static_cast<std::int64_t>(ranks_.size());
-        const auto count = size && !size->is_null() ? size->integer(0, most) : alone;
-        require_world(first, count);
-        return {static_cast<int>(first), static_cast<int>(count)};
-    }
-
-    void begin_session(session_key key, session_request request, deadline until, turn& mine) {
-        step(phase::start, [&](session& s) { return s.start_begin(key, request); });
-        tell({.kind = event_kind::phase_begun, .phase = phase::start, .version = request.version});
-        try {
-            if (!ranks_.open()) {
-                reopen(until, mine);
-            }
-            ranks_.begin(session_.info(), until, mine);
-            step(phase::start, [](session& s) { return s.start_done(); });
-        } catch (...) {
-            give_up(phase::start, &session::start_failed);
-        }
-        const bool dirty = ranks_.any_dirty();
-        board_.change([&](worker_status& s) {
-            s.session = session_.info().session;
-            s.session_ends = deadline::clock::time_point::max();
-            s.dirty = dirty;
-        });
-    }
-    /// vLLM's trainer calls init once, so after a failed update a one-sided transport is opened
-    /// anew from what init said. One that needs the peer cannot be.
-    void reopen(deadline until, turn& mine) {
-        if (!traits::capabilities.one_sided) {
-            require_initialized(false, phase::start);
-        }
-        open_for_vllm(until, mine);
-    }
-
-    template <class Describe>
-    wire::native_update_reply receive(session_key key,
-                                      std::shared_ptr<const wire::vllm_update_request> named,
-                                      deadline until, turn& mine, Describe describe) {
-        step(phase::update, [&](session& s) { return s.update_begin(key); });
-        wire::native_update_reply reply;
-        try {
-            const update_message message = describe();
-            if constexpr (HasCommitMode<Sink>) {
-                if (sink(0).mode() == commit_mode::in_place) {
-                    board_.change([](worker_status& s) { s.dirty = true; });
-                }
-            }
-            reply = ranks_.receive(message, named, until, mine);
-            step(phase::update, [](session& s) { return s.update_done(); });
-        } catch (...) {
-            ranks_.release();  // first: it may still refer to the destinations
-            give_up(phase::update, &session::update_failed);
-        }
-        const std::chrono::nanoseconds took{reply.ended_ns - reply.began_ns};
-        board_.change([&](worker_status& s) {
-            s.bytes += reply.bytes;
-            s.last_update = took;
-        });
-        tell({.kind = event_kind::phase_ended,
-              .phase = phase::update,
-              .bytes = reply.bytes,
-              .elapsed = took});
-        return reply;
-    }
-
-    /// The end of a finish call that `finish_begin` let in.
-    /// @param last_check what stands between prepared ranks and the commit.
-    template <class LastCheck>
-    void commit(weight_version version, const std::optional<std::string>& label,
-                std::span<const std::uint64_t> digests, deadline until, turn& mine,
-                LastCheck last_check) {
-        try {
-            ranks_.complete(digests, until, mine);
-            last_check();
-            step(phase::finish, [](session& s) { return s.commit_begin(); });
-        } catch (...) {
-            give_up(phase::finish, &session::finish_failed);
-        }
-        ranks_.commit(version);
-        const bool dirty = ranks_.any_dirty();
-        on_session([&](session& s) {
-            s.committed(version);
-            s.observe(version, dirty);
-            return 0;
-        });
-        board_.change([&](worker_status& s) {
-            s.version = version;
-            s.label = label.value_or(s.label);
-            s.dirty = dirty;
-            s.session = 0;
-            ++s.committed;
-        });
-        tell({.kind = event_kind::committed, .phase = phase::finish, .version = version});
-    }
-    void require_wanted(const worker_call& call, deadline until, const turn& mine) const {
-        if (until.expired()) {
-            throw timeout_error{
-                "the ranks were ready only after the deadline; nothing is committed",
-                at(phase::finish)};
-        }
-        if (mine.stop().stop_requested() || !call.client_is_waiting()) {
-            throw cancelled_error{"the trainer no longer waits; nothing is committed",
-                                  at(phase::finish)};
-        }
-    }
-    /// A worker that was stopped and resumed sees a fresh deadline of its own; the trainer's clock
-    /// is the same where the boot is.
-    void require_before(const wire::native_finish& message) const {
-        const bool same_clock = !boot_id_.empty() && message.boot_id == boot_id_;
-        if (same_clock && detail::monotonic_ns() >= message.commit_before_ns) {
-            throw timeout_error{
-                "the instant has passed after which the trainer counts on no commit; nothing is "
-                "committed",
-                at(phase::finish)};
-        }
-    }
-    [[nodiscard]] weight_version version_of(const std::optional<std::string>& label) const {
-        const auto next = version() + 1;
-        weight_version number = 0;
-        if (label) {
-            const auto* end = label->data() + label->size();
-            const auto read = std::from_chars(label->data(), end, number);
-            number = read.ec == std::errc{} && read.ptr == end ? number : 0;
-        }
-        return std::max(next, number);
-    }
-
-    void zero_and_commit(deadline until, turn& mine) {
-        const auto now = version();
-        native_ = nullptr;  // its list is replaced; a native trainer begins with init anyway
-        ranks_.expect(sink(0).parameters());
-        try {
-            ranks_.begin({.epoch = session_.epoch(), .version = now}, until, mine);
-            ranks_.zero(until, mine);
-            ranks_.complete({}, until, mine);
-        } catch (...) {
-            ranks_.roll_back();
-            publish_sinks();
-            throw;
-        }
-        ranks_.commit(now);
-        publish_sinks();
-    }
-
-    /// Called in a catch block: ends the session, if there is one, and throws on.
-    [[noreturn]] void give_up(phase where, session_step (session::*failed)() noexcept) {
-        const bool taken_over = on_session([&](session& s) {
-            const bool superseded = s.superseded();
-            (s.*failed)();
-            return superseded;
-        });
-        if (where == phase::init) {
-            throw_taken_over(taken_over, where);
-        }
-        close_session(taken_over ? &worker_status::rolled_back : &worker_status::failed);
-        throw_taken_over(taken_over, where);
-    }
-    /// The error as it is; where an init stopped the call, its cancellation is only a symptom.
-    [[noreturn]] void throw_taken_over(bool taken_over, phase where) const {
-        if (taken_over) {
-            throw session_refused{session_fault::taken_over, to_string(session_fault::taken_over),
-                                  at(where)};
-        }
-        throw;
-    }
-    void close_session(std::uint64_t worker_status::*count) {
-        ranks_.roll_back();
-        publish_sinks();
-        board_.change([&](worker_status& s) {
-            s.session = 0;
-            ++(s.*count);
-        });
-    }
-    void publish_sinks() {
-        const bool dirty = ranks_.any_dirty();
-        on_session([&](session& s) {
-            s.observe(s.version(), dirty);
-            return 0;
-        });
-        board_.change([&](worker_status& s) { s.dirty = dirty; });
-    }
-
-    worker_options<Events> options_;
-    std::string boot_id_;
-    detail::call_gate gate_;
-    detail::status_board board_;
-    std::mutex session_mutex_;
-    session session_;
-
-    // Of the call that holds the gate.
-    std::unique_ptr<wire::native_init> native_;  ///< the last init, if it was a native one
-    std::unique_ptr<wire::vllm_init> vllm_;      ///< the last init, if it was vLLM's
-    detail::worker_ranks<Tag, Sink> ranks_;
+    std::deque<rank_state> ranks_;  // receivers need not be movable
+    session_list list_;
+    std::shared_ptr<const wire::vllm_update_request> placed_;  ///< `positions` belong to it
+    bool open_ = false;
+    rank_crew crew_;  // last: its threads end before what they read
 };
 
-}  // namespace weightwire
+}  // namespace weightwire::detail

@@ -113,8 +113,9 @@ struct open_options {
     sharing use = sharing::readable;          ///< `writable`: map for writing too
     std::string_view what = "shared memory";  ///< what the handle is for; in messages
     error_context context{};                  ///< phase and peer for messages
-    /// This process's own mappings, where the caller has them at hand; else they are read.
-    const address_map* own = nullptr;
+    /// What a handle of this very process becomes: the address that it is already mapped at, which
+    /// is gone when its owner lets go, or (false) a mapping of its own like any other.
+    bool resolve_locally = true;
 };
 
 /// Somebody else's bytes, mapped after everything about their handle was checked. Move-only. The
@@ -126,7 +127,7 @@ public:
     /// Opens `from` through its process's descriptor table. Checked before anything is mapped: the
     /// numbers; that the descriptor leads to a memory file that belongs to this user or to root;
     /// its seals; that it has the bytes; that the process is the one that is meant. A handle of
-    /// this very process resolves to the address it is already mapped at.
+    /// this very process resolves to the address it is already mapped at, unless told not to.
     /// @throws protocol_error the handle lies; says in what.
     /// @throws peer_error the process is gone.
     /// @throws resource_error the kernel refuses; names the call.
@@ -305,6 +306,10 @@ public:
         if ((seals & required_seals) != required_seals) {
             lie("the memory file is not sealed against shrinking and growing");
         }
+        if (options_.use == sharing::writable &&
+            (seals & (F_SEAL_WRITE | seal_future_write)) != 0) {
+            lie("the memory file is sealed against writing");
+        }
         const auto self = ::geteuid();
         if (info.st_uid != self && info.st_uid != 0 && self != 0) {
             lie("the memory file belongs to user " + std::to_string(info.st_uid) +
@@ -390,12 +395,9 @@ inline mapping mapping::open(const handle& from, const open_options& options) {
     check.owner();
     const auto identity = check.contents(file.number());
     mapping result;
-    if (from.owner() == this_process()) {
-        const bool write = options.use == sharing::writable;
-        auto* const at = options.own != nullptr
-                             ? options.own->address_of(identity, from.offset, from.length, write)
-                             : address_map::of_this_process().address_of(identity, from.offset,
-                                                                         from.length, write);
+    if (options.resolve_locally && from.owner() == this_process()) {
+        auto* const at = address_map::of_this_process().address_of(
+            identity, from.offset, from.length, options.use == sharing::writable);
         if (at != nullptr) {
             result.data_ = at;
             result.size_ = static_cast<std::size_t>(from.length);

@@ -306,3 +306,10 @@ private:
 static_assert(TrainerGroup<store_group>);
 
 }  // namespace weightwire::rendezvous
+
+namespace weightwire {
+
+using rendezvous::store_group;
+using rendezvous::store_group_options;
+
+}  // namespace weightwire

@@ -121,13 +121,14 @@ private:
     static const param_meta* final_owner(const manifest& parameters,
                                          const std::map<std::string_view, std::string_view>& ties,
                                          std::string_view name) {
+        std::string_view at = name;
         for (std::size_t steps = 0; steps <= ties.size(); ++steps) {
-            const auto next = ties.find(name);
+            const auto next = ties.find(at);
             if (next == ties.end()) {
-                const auto i = parameters.find(name);
+                const auto i = parameters.find(at);
                 return i == manifest::npos ? nullptr : &parameters[i];
             }
-            name = next->second;
+            at = next->second;
         }
         refuse("its aliases form a ring", name);
     }

@@ -185,11 +185,12 @@ private:
                      phase where) {
         auto& waited_for = generations_[generation];
         if (!changed_.wait_until(locked, until.when(), [&] { return waited_for.readers == 0; })) {
-            throw timeout_error{"version " + std::to_string(waited_for.version) +
-                                    " is still held by " + std::to_string(waited_for.readers) +
-                                    " readers, and its storage is needed; release their "
-                                    "snapshots or allow more time",
-                                {.phase = where, .operation = "wait for readers"}};
+            throw timeout_error{
+                "version " + std::to_string(waited_for.version) +
+                    " is still held (readers: " + std::to_string(waited_for.readers) +
+                    "), and its storage is needed; release their snapshots or "
+                    "allow more time",
+                {.phase = where, .operation = "wait for readers"}};
         }
     }
 

@@ -25,15 +25,20 @@ namespace weightwire::detail {
     throw data_error{std::string{file}.append(": ").append(what), {.tensor = std::string{tensor}}};
 }
 
-/// At most `limit` bytes of foreign text for a message, cut at a whole UTF-8 sequence.
+[[nodiscard]] inline bool is_control(char c) noexcept {
+    return static_cast<unsigned char>(c) < 0x20U || c == '\x7f';
+}
+
+/// At most `limit` bytes of foreign text for a message, cut at a whole UTF-8 sequence. Control
+/// characters, which would end or garble the message, become question marks.
 [[nodiscard]] inline std::string clipped(std::string_view text, std::size_t limit = 120) {
-    if (text.size() <= limit) {
-        return std::string{text};
-    }
-    while (limit > 0 && (static_cast<unsigned char>(text[limit]) & 0xC0U) == 0x80U) {
+    const bool cut = text.size() > limit;
+    while (cut && limit > 0 && (static_cast<unsigned char>(text[limit]) & 0xC0U) == 0x80U) {
         --limit;
     }
-    return std::string{text.substr(0, limit)} + "...";
+    std::string out{text.substr(0, limit)};
+    std::ranges::replace_if(out, is_control, '?');
+    return cut ? out + "..." : out;
 }
 
 /// A SAX handler that refuses every event; a reader hides those that it accepts. `Derived` has
@@ -80,9 +85,6 @@ void read_json(std::span<const std::byte> text, std::string_view file, Handler& 
 /// Whether `name` can be a parameter's: not empty, at most `limit` bytes, no control characters
 /// (they would break the line-based texts that names travel in).
 [[nodiscard]] inline bool is_usable_name(std::string_view name, std::size_t limit) noexcept {
-    const auto is_control = [](char c) {
-        return static_cast<unsigned char>(c) < 0x20U || c == '\x7f';
-    };
     return !name.empty() && name.size() <= limit && std::ranges::none_of(name, is_control);
 }
 

@@ -145,9 +145,8 @@ public:
             return *this;
         }
         void operator++(int) { ++*this; }
-        friend bool operator==(const iterator& at, end_of_round) noexcept {
-            return at.source_->current_ == nullptr;
-        }
+        [[nodiscard]] bool at_end() const noexcept { return source_->current_ == nullptr; }
+        friend bool operator==(const iterator& at, end_of_round) noexcept { return at.at_end(); }
 
     private:
         corrupted_source* source_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -35,6 +36,7 @@ namespace weightwire::testing {
 /// every piece to every rank that has come.
 ///
 /// A peer that hangs up is left out as long as another one is there: its own control call says why.
+/// When all have been dropped, `send` reads on and sends nothing.
 class loopback_sender {
 public:
     explicit loopback_sender(const loopback_init_info& info) : info_{info} {
@@ -306,7 +308,8 @@ private:
                 }
             }
             if (live == 0) {
-                throw peer_error{"every worker rank has hung up or was dropped", where()};
+                wait_for_verdict(until, stop);
+                return;
             }
             if (waited_for == nullptr) {
                 return;
@@ -315,6 +318,25 @@ private:
                                            where(waited_for));
             ::poll(entries.data(), entries.size(),
                    until.poll_milliseconds(rendezvous::detail::stop_poll_ms));
+        }
+    }
+
+    /// Nobody is left to send to. A rank that hangs up mostly says why in its reply to the control
+    /// call, which is on its way: whoever reads that drops the peer or stops us.
+    void wait_for_verdict(deadline until, const std::stop_token& stop) const {
+        const auto patience = until.capped(std::chrono::seconds{1});
+        for (;;) {
+            const auto silent = std::ranges::find_if(
+                links_, [&](const loopback_link& one) { return !is_dropped(one); });
+            if (silent == links_.end()) {
+                return;  // all dropped: what became of them is known elsewhere
+            }
+            rendezvous::detail::check_wait(until, stop, "sending to a worker rank",
+                                           where(&*silent));
+            if (patience.expired()) {
+                throw peer_error{"every worker rank has hung up", where(&*silent)};
+            }
+            ::poll(nullptr, 0, patience.poll_milliseconds(rendezvous::detail::stop_poll_ms));
         }
     }
 

@@ -29,7 +29,7 @@ struct native_offer {
     std::vector<std::string> backends{};      ///< wire names
     std::vector<std::string> memory_kinds{};  ///< `host`, `cuda`
     std::string commit_mode{};                ///< `flip`, `copy_in`, `in_place`
-    std::uint64_t max_update_bytes = 0;       ///< body limit of update and init calls
+    std::uint64_t max_update_bytes = 0;       ///< body limit of init, update and finish calls
     std::uint64_t max_body_bytes = 0;         ///< body limit of the others
 };
 

@@ -112,7 +112,7 @@ inline void read_weight_info(server_profile& profile, const peer_reply& reply) {
 }
 
 /// Asks one route of every peer that is still in play and `wanted`, all at once, and reads the
-/// replies. A status of `answer_too` is an answer; any other failure is the peer's problem.
+/// replies. 404 and the status `answer_too` are answers; any other failure is the peer's problem.
 template <class Client, class Wanted, class Read>
 void probe_route(Client& client, std::vector<server_profile>& profiles, std::string_view target,
                  int answer_too, Wanted wanted, Read read, deadline until,
@@ -138,8 +138,10 @@ void probe_route(Client& client, std::vector<server_profile>& profiles, std::str
             continue;
         }
         try {
-            const int status = replies[i].answer.status;
-            if (!replies[i].ok() && status != answer_too && status != 404) {
+            const auto& answer = replies[i].answer;
+            const bool answered = answer.fault == reply_fault::none &&
+                                  (answer.status == 404 || answer.status == answer_too);
+            if (!replies[i].ok() && !answered) {
                 profile.problem = reply_failure(replies[i], phase::probe);
                 continue;
             }
@@ -169,7 +171,7 @@ template <class Client>
     const auto all = [](const server_profile&) { return true; };
     const auto foreign = [](const server_profile& profile) { return !profile.native; };
     detail::probe_route(
-        client, profiles, "/version", 0, all,
+        client, profiles, "/version", 404, all,
         [](server_profile& profile, const peer_reply& reply) {
             if (!reply.ok()) {
                 profile.problem = reply_failure(reply, phase::probe);
@@ -179,11 +181,11 @@ template <class Client>
             profile.has_session_routes = profile.native.has_value();
         },
         until, stop);
-    detail::probe_route(client, profiles, "/get_world_size", 0, all, detail::read_world_size, until,
-                        stop);
+    detail::probe_route(client, profiles, "/get_world_size", 404, all, detail::read_world_size,
+                        until, stop);
     detail::probe_route(client, profiles, "/start_weight_update", 405, foreign,
                         detail::read_session_routes, until, stop);
-    detail::probe_route(client, profiles, "/weight_info", 0, all, detail::read_weight_info, until,
+    detail::probe_route(client, profiles, "/weight_info", 404, all, detail::read_weight_info, until,
                         stop);
     return profiles;
 }

@@ -79,7 +79,7 @@ class receiver {
 public:
     explicit receiver(const ww::receiver_context&) {}
     void open(const ww::transport_open& init, ww::deadline, std::stop_token) {
-        const auto begin = init.wire_parameters.find('/');
+        const auto begin = init.wire_parameters.find(":\"") + 2;
         directory_ = init.wire_parameters.substr(begin, init.wire_parameters.rfind('"') - begin);
     }
     void receive(const ww::update_message& message, ww::update_target& target, ww::deadline until,
@@ -161,8 +161,8 @@ int main() {
     worker_service service{worker};
 
     const temporary_directory folder;
-    auto engine = trainer_init(file_backend::init_info{.directory = folder.name},
-                               local_sync_client{service}, source);
+    local_sync_client client{service};
+    auto engine = trainer_init(file_backend::init_info{.directory = folder.name}, client, source);
     for (std::uint16_t round = 1; round <= 3; ++round) {
         weights.assign(weights.size(), round);
         const auto report = engine.send_weights({.deadline = deadline::after(20s)});

@@ -156,7 +156,8 @@ int main() {
     worker_engine worker{queue_backend::backend{}, table};
     worker_service service{worker};
 
-    auto engine = trainer_init(queue_backend::init_info{}, local_sync_client{service}, source);
+    local_sync_client client{service};
+    auto engine = trainer_init(queue_backend::init_info{}, client, source);
     for (int round = 1; round <= 3; ++round) {
         first.assign(first.size(), 0.5F * static_cast<float>(round));
         second.assign(second.size(), round);

@@ -7,6 +7,7 @@
 #include <weightwire/backends/ipc/receiver.hpp>
 #include <weightwire/backends/ipc/sender.hpp>
 #include <weightwire/concepts/transport.hpp>
+#include <weightwire/fabrics/shared_memory_arena.hpp>
 
 /// @file
 /// The `ipc` backend: trainer and workers on one machine, through memory that they share.

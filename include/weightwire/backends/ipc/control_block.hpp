@@ -87,14 +87,14 @@ public:
     [[nodiscard]] static control_block attach(std::byte* memory, std::uint64_t bytes,
                                               std::uint64_t slot, std::uint64_t nonce) {
         control_block result;
-        if (bytes >= sizeof(control_header)) {
+        const bool large = bytes >= sizeof(control_header) &&
+                           reinterpret_cast<std::uintptr_t>(memory) % alignof(control_header) == 0;
+        if (large) {
             result.header_ = std::launder(reinterpret_cast<control_header*>(memory));
             result.slots_ =
                 std::launder(reinterpret_cast<rank_slot*>(memory + sizeof(control_header)));
         }
-        const auto slots = bytes < sizeof(control_header)
-                               ? 0
-                               : (bytes - sizeof(control_header)) / sizeof(rank_slot);
+        const auto slots = large ? (bytes - sizeof(control_header)) / sizeof(rank_slot) : 0;
         if (result.header_ == nullptr || result.header_->magic != control_header::expected_magic ||
             result.header_->nonce != nonce || slot >= slots || slot >= result.header_->ranks) {
             throw protocol_error{

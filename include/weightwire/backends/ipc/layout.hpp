@@ -1,12 +1,11 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include <weightwire/backends/ipc/init_info.hpp>
@@ -33,6 +32,8 @@ public:
     /// Staged tensors begin on these boundaries, so that copies stay aligned; packed ones follow
     /// each other without a gap.
     static constexpr std::uint64_t alignment = 64;
+    /// Longest round, so that thousands of them fit 64 bits.
+    static constexpr std::uint64_t most_positions = std::uint64_t{1} << 48U;
 
     layout() = default;
     /// @param parameters the tensors.
@@ -44,6 +45,9 @@ public:
     layout(const manifest& parameters, const wire_parameters& wire,
            std::span<const unsigned char> in_place = {})
         : spans_(parameters.size()) {
+        if (parameters.total_bytes() > most_positions) {
+            throw too_long(parameters);
+        }
         if (wire.packed) {
             pack(parameters, wire);
         } else {
@@ -52,9 +56,8 @@ public:
         const auto unit = ring_bytes_ != 0 ? ring_bytes_ : alignment;
         const auto units = length_ / unit + 1;  // at least one position between two rounds
         const auto stride = checked_multiply(units, unit);
-        if (!stride || *stride > std::uint64_t{1} << 48U) {
-            throw usage_error{"a round has more than 2^48 bytes; send the weights in several sets",
-                              {.phase = phase::plan, .bytes_total = parameters.total_bytes()}};
+        if (length_ > most_positions || !stride) {
+            throw too_long(parameters);
         }
         stride_ = *stride;
     }
@@ -90,39 +93,51 @@ private:
     };
 
     void pack(const manifest& parameters, const wire_parameters& wire) {
-        const auto chunks = plan::cut_before_exceeding(parameters, wire.packed_buffer_size_bytes);
-        std::uint64_t at = 0;
-        for (const auto& chunk : chunks) {
+        const auto buffer = wire.packed_buffer_size_bytes;
+        const auto chunks = plan::cut_before_exceeding(parameters, buffer);
+        for (std::size_t k = 0; k < chunks.size(); ++k) {
+            const auto& chunk = chunks[k];
             for (std::size_t i = chunk.first; i < chunk.first + chunk.count; ++i) {
-                spans_[i].begin = at + chunk.offset_of(i);
+                spans_[i].begin = k * buffer + chunk.offset_of(i);
                 spans_[i].end = spans_[i].begin + parameters[i].byte_size();
             }
-            length_ = at + chunk.bytes;
-            at += wire.packed_buffer_size_bytes;
+            length_ = k * buffer + chunk.bytes;
             staged_bytes_ += chunk.bytes;
         }
         chunks_ = chunks.size();
-        ring_bytes_ = wire.packed_buffer_size_bytes * wire.packed_num_buffers;
+        ring_bytes_ = ring_for(buffer * wire.packed_num_buffers);
     }
 
     void stage(const manifest& parameters, std::uint64_t staging_bytes,
                std::span<const unsigned char> in_place) {
         for (std::size_t i = 0; i < parameters.size(); ++i) {
             const auto bytes = parameters[i].byte_size();
-            auto& span = spans_[i];
-            span.begin = length_;
-            span.in_place = bytes != 0 && !in_place.empty() && in_place[i] != 0;
-            span.end = length_ + (span.in_place ? alignment : bytes);
-            staged_bytes_ += span.in_place ? 0 : bytes;
-            const auto after = checked_add(span.end, alignment - 1);
-            if (!after || *after < length_) {
-                throw usage_error{"the tensors have more than 2^64 bytes",
-                                  {.phase = phase::plan, .tensor = parameters[i].name}};
+            if (bytes == 0) {
+                continue;
             }
-            length_ = *after / alignment * alignment;
+            auto& span = spans_[i];
+            span.in_place = !in_place.empty() && in_place[i] != 0;
+            span.begin = rounded(length_);
+            const auto end = checked_add(span.begin, span.in_place ? alignment : bytes);
+            if (!end || *end > most_positions) {
+                throw too_long(parameters);
+            }
+            span.end = length_ = *end;
+            staged_bytes_ += span.in_place ? 0 : bytes;
         }
-        ring_bytes_ =
-            staged_bytes_ == 0 ? 0 : (staging_bytes + alignment - 1) / alignment * alignment;
+        ring_bytes_ = staged_bytes_ == 0 ? 0 : ring_for(rounded(staging_bytes));
+    }
+
+    /// No more than the round fills.
+    [[nodiscard]] std::uint64_t ring_for(std::uint64_t wanted) const noexcept {
+        return std::min(wanted, rounded(length_));
+    }
+    [[nodiscard]] static std::uint64_t rounded(std::uint64_t bytes) noexcept {
+        return (bytes + alignment - 1) / alignment * alignment;
+    }
+    [[nodiscard]] static usage_error too_long(const manifest& parameters) {
+        return usage_error{"a round has more than 2^48 bytes; send the weights in several sets",
+                           {.phase = phase::plan, .bytes_total = parameters.total_bytes()}};
     }
 
     std::vector<span_type> spans_;

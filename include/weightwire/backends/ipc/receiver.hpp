@@ -23,7 +23,6 @@
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/detail/boot_id.hpp>
-#include <weightwire/fabrics/address_map.hpp>
 #include <weightwire/fabrics/process.hpp>
 #include <weightwire/fabrics/shared_memory.hpp>
 #include <weightwire/fabrics/shared_memory_copy.hpp>
@@ -150,8 +149,9 @@ inline void receiver::open(const transport_open& init, deadline until,
                                  " bytes, the plan " + std::to_string(layout_.ring_bytes()),
                              context};
     }
-    const auto own = shm::address_map::of_this_process();
-    map_segments(message, {.context = context, .own = &own});
+    // A trainer in this process may let go while a thread of ours still reads, as one in another
+    // process may: a mapping of our own keeps the memory.
+    map_segments(message, {.context = context, .resolve_locally = false});
     check_places();
 }
 
@@ -271,18 +271,18 @@ inline void receiver::read_staged(update_target& target, const mutable_tensor_vi
                                   progress& at) {
     const auto begin = layout_.begin(at.parameter);
     const auto bytes = (*parameters_)[at.parameter].byte_size();
-    at.read = begin;
     for (std::uint64_t offset = 0; offset < bytes;) {
-        const auto in_ring = at.read % layout_.ring_bytes();
+        const auto position = begin + offset;
+        const auto in_ring = position % layout_.ring_bytes();
         const auto count = std::min({piece_bytes, bytes - offset, layout_.ring_bytes() - in_ring});
-        if (written(at) < at.read + count) {
+        if (written(at) < position + count) {
             report(at);  // the trainer may be waiting for room
-            wait_until_written(at.read + count, at);
+            wait_until_written(position + count, at);
         }
         place_piece(target, to, offset, {ring_.data() + in_ring, static_cast<std::size_t>(count)},
                     at);
         offset += count;
-        at.read += count;
+        at.read = position + count;
         if (at.read - at.reported >= piece_bytes) {
             report(at);
         }
@@ -353,7 +353,7 @@ inline void receiver::require_ours(const progress& at) const {
 
 inline void receiver::report(progress& at) noexcept {
     auto& header = control_.header();
-    if (at.reported == at.read && at.read != 0) {
+    if (at.reported == at.read) {
         return;
     }
     at.reported = at.read;

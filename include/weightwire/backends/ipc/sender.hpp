@@ -62,7 +62,8 @@ public:
 
     [[nodiscard]] std::span<const update_part> parts() const noexcept { return {&part_, 1}; }
 
-    /// Returns when every rank that was not dropped has read everything.
+    /// Returns when every rank that was not dropped has read everything. A peer that hangs while
+    /// another goes on is dropped after half of the time.
     /// @throws timeout_error names the slowest peer. @throws cancelled_error.
     /// @throws protocol_error a worker claims to have read more than was written.
     /// @throws data_error a stable source's tensor moved.
@@ -122,6 +123,7 @@ private:
                       const progress& at);
     void publish(progress& at) noexcept;
     void wait_until_read(std::uint64_t needed, std::uint64_t comfortable, progress& at);
+    bool leave_behind(std::uint64_t position, const progress& at) noexcept;
     [[nodiscard]] std::uint64_t slowest(const progress& at) const;
     [[nodiscard]] std::uint64_t read_by(std::size_t slot, const progress& at) const noexcept;
     [[nodiscard]] error_context waiting_context(const progress& at) const;
@@ -270,6 +272,7 @@ inline void sender::send(std::uint64_t round, std::size_t part, tensor_stream& s
     try {
         move(stream, at);
     } catch (...) {
+        control_.header().trainer_awaits.store(0, std::memory_order_seq_cst);
         give_up(next);
         throw;
     }
@@ -354,7 +357,9 @@ inline void sender::stage(const tensor_view& tensor, progress& at) {
             const auto needed = at.written + count - ring_bytes;
             if (slowest(at) < needed) {
                 publish(at);
-                wait_until_read(needed, std::max(needed, at.published - at.published / 4), at);
+                wait_until_read(
+                    needed, std::max(needed, at.published - std::min(at.published, ring_bytes / 2)),
+                    at);
             }
         }
         const std::span<std::byte> bytes{ring_.data() + in_ring, static_cast<std::size_t>(count)};
@@ -433,8 +438,12 @@ inline void sender::wait_until_read(std::uint64_t needed, std::uint64_t comforta
     if (detail::spin_until(enough)) {
         return;
     }
+    const auto patience = deadline::after(at.until.remaining() / 2);
     while (slowest(at) < comfortable) {
         detail::check_time(at.until, at.stop, [&] { return waiting_context(at); });
+        if (patience.expired() && leave_behind(comfortable, at)) {
+            continue;
+        }
         header.trainer_awaits.store(at.base + comfortable, std::memory_order_seq_cst);
         const auto bell = header.trainer_bell.load(std::memory_order_seq_cst);
         if (slowest(at) < comfortable) {
@@ -442,6 +451,34 @@ inline void sender::wait_until_read(std::uint64_t needed, std::uint64_t comforta
         }
     }
     header.trainer_awaits.store(0, std::memory_order_seq_cst);
+}
+
+/// Drops the peers that are short of `position` while another is there with all its ranks: one that
+/// hangs costs half of the time that was left, and the others get the rest. Returns whether there
+/// was one to drop.
+inline bool sender::leave_behind(std::uint64_t position, const progress& at) noexcept {
+    const auto is_there = [&](const peer_slots& peer) {
+        bool there = true;
+        for (std::size_t i = peer.first; i < peer.first + peer.count; ++i) {
+            there = there && read_by(i, at) >= position;
+        }
+        return there;
+    };
+    const auto waited_for = [&](const peer_slots& peer) {
+        return peer.count != 0 && !dropped_[peer.first].load(std::memory_order_acquire);
+    };
+    if (std::none_of(peers_.begin(), peers_.end(),
+                     [&](const peer_slots& peer) { return waited_for(peer) && is_there(peer); })) {
+        return false;
+    }
+    bool left = false;
+    for (std::size_t i = 0; i < peers_.size(); ++i) {
+        if (waited_for(peers_[i]) && !is_there(peers_[i])) {
+            drop_peer(i);
+            left = true;
+        }
+    }
+    return left;
 }
 
 inline void sender::drop_peer(std::size_t peer) noexcept {

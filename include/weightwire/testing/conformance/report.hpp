@@ -38,7 +38,8 @@ struct conformance_report {
     bool run(std::string name, Check&& check) {
         try {
             std::string wrong = std::forward<Check>(check)();
-            return record(std::move(name), wrong.empty(), std::move(wrong));
+            const bool kept = wrong.empty();  // before `wrong` is moved from
+            return record(std::move(name), kept, std::move(wrong));
         } catch (const std::exception& problem) {
             return record(std::move(name), false, std::string{"it threw: "} + problem.what());
         } catch (...) {

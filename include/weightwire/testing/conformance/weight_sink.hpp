@@ -299,7 +299,7 @@ std::string nothing_is_visible_before_commit(sink_trial<Sink>& trial) {
 
 template <class Sink>
 std::string everything_is_visible_after_commit(sink_trial<Sink>& trial) {
-    for (const weight_version version : {1, 2, 3, 5, 8}) {
+    for (const weight_version version : {1U, 2U, 3U, 5U, 8U}) {
         trial.update(version);
         if (trial.sink().dirty()) {
             return "the sink is dirty after a full commit";
@@ -318,7 +318,7 @@ std::string held_snapshots_never_change(sink_trial<Sink>& trial) {
     weight_version version = 1;
     if constexpr (HasSnapshots<Sink>) {
         const auto held = trial.sink().acquire();
-        for (const weight_version next : {2, 3}) {
+        for (const weight_version next : {2U, 3U}) {
             try {
                 const auto until = deadline::after(trial.options().short_wait);
                 trial.write(trial.begin(next, trial.parameters(), until), next);

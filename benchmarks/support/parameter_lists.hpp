@@ -1,0 +1,46 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <weightwire/core/manifest.hpp>
+
+/// @file
+/// Parameter lists of real models, made from their published dimensions.
+
+namespace benchmarks {
+
+/// Qwen2.5-0.5B in bf16: 290 tensors, 988 MB. Embeddings are tied.
+[[nodiscard]] inline std::vector<weightwire::param_meta> half_billion_list() {
+    constexpr std::int64_t layers = 24;
+    constexpr std::int64_t hidden = 896;
+    constexpr std::int64_t feed_forward = 4864;
+    constexpr std::int64_t key_value = 128;  // 2 heads of 64
+    constexpr std::int64_t vocabulary = 151'936;
+    std::vector<weightwire::param_meta> list;
+    const auto add = [&](std::string name, weightwire::shape extents) {
+        list.push_back({std::move(name), weightwire::dtype::bf16, extents});
+    };
+    add("model.embed_tokens.weight", {vocabulary, hidden});
+    for (std::int64_t i = 0; i < layers; ++i) {
+        const auto layer = "model.layers." + std::to_string(i) + ".";
+        add(layer + "input_layernorm.weight", {hidden});
+        add(layer + "mlp.down_proj.weight", {hidden, feed_forward});
+        add(layer + "mlp.gate_proj.weight", {feed_forward, hidden});
+        add(layer + "mlp.up_proj.weight", {feed_forward, hidden});
+        add(layer + "post_attention_layernorm.weight", {hidden});
+        add(layer + "self_attn.k_proj.bias", {key_value});
+        add(layer + "self_attn.k_proj.weight", {key_value, hidden});
+        add(layer + "self_attn.o_proj.weight", {hidden, hidden});
+        add(layer + "self_attn.q_proj.bias", {hidden});
+        add(layer + "self_attn.q_proj.weight", {hidden, hidden});
+        add(layer + "self_attn.v_proj.bias", {key_value});
+        add(layer + "self_attn.v_proj.weight", {key_value, hidden});
+    }
+    add("model.norm.weight", {hidden});
+    return list;
+}
+
+}  // namespace benchmarks

@@ -1,0 +1,269 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <weightwire/concepts/event_sink.hpp>
+#include <weightwire/concepts/transport.hpp>
+#include <weightwire/concepts/weight_sink.hpp>
+#include <weightwire/core/deadline.hpp>
+#include <weightwire/core/error.hpp>
+#include <weightwire/engine/call_gate.hpp>
+#include <weightwire/engine/session.hpp>
+#include <weightwire/engine/worker_ranks.hpp>
+#include <weightwire/engine/worker_status.hpp>
+#include <weightwire/wire/native.hpp>
+#include <weightwire/wire/vllm_requests.hpp>
+
+/// @file
+/// The session machine put to work: each event of a `session` together with what it means for the
+/// ranks, and the status that other threads read.
+
+namespace weightwire::detail {
+
+/// Runs sessions on the ranks of a worker. Whoever calls holds the gate, except where a member says
+/// otherwise. Every member that throws has rolled the session back on all ranks before.
+template <class Tag, class Sink, class Events>
+class worker_session {
+    using turn = call_gate::entry;
+
+public:
+    worker_session(const std::vector<Sink*>& sinks, worker_options<Events> options)
+        : options_{std::move(options)}, ranks_{sinks} {
+        const weight_version loaded = ranks_.sink(0).version();
+        session_ = session{loaded, ranks_.any_dirty()};
+        board_.change([&](worker_status& s) {
+            s.version = loaded;
+            s.label = loaded == 0 ? s.label : std::to_string(loaded);
+            s.dirty = session_.dirty();
+        });
+    }
+    worker_session(const worker_session&) = delete;
+    worker_session& operator=(const worker_session&) = delete;
+    ~worker_session() {
+        ranks_.roll_back();
+        ranks_.release();
+    }
+
+    [[nodiscard]] const worker_options<Events>& options() const noexcept { return options_; }
+    [[nodiscard]] worker_ranks<Tag, Sink>& ranks() noexcept { return ranks_; }
+    [[nodiscard]] const worker_ranks<Tag, Sink>& ranks() const noexcept { return ranks_; }
+    /// Any thread.
+    [[nodiscard]] status_board& board() noexcept { return board_; }
+    [[nodiscard]] const status_board& board() const noexcept { return board_; }
+    [[nodiscard]] const session& state() const noexcept { return session_; }
+
+    [[nodiscard]] static error_context at(phase where) {
+        return {.phase = where, .backend = std::string{backend_traits<Tag>::wire_name}};
+    }
+
+    /// The open session may stay until `until` without a further call.
+    void keep_session(deadline::clock::time_point until) {
+        const auto idle = options_.session_time_to_live;
+        board_.change([&](worker_status& s) {
+            s.session_ends = idle.count() != 0 ? deadline::after(idle).when()
+                             : s.session_ends == deadline::clock::time_point::max()
+                                 ? until
+                                 : std::max(s.session_ends, until);
+        });
+    }
+    void end_idle_session() {
+        const bool ended = board_.look([](const worker_status& s) {
+            return s.session != 0 && deadline::clock::now() >= s.session_ends;
+        });
+        if (ended &&
+            on_session([](session& s) { return s.abandon(); }).action == session_action::rollback) {
+            close_session(&worker_status::rolled_back);
+            tell({.kind = event_kind::warning,
+                  .phase = phase::serve,
+                  .text = "the open session was rolled back: its trainer's time is over"});
+        }
+    }
+
+    /// One event of the machine, throwing its fault.
+    template <class Event>
+    void step(phase where, Event event) {
+        on_session(event).require(at(where));
+    }
+    /// From any thread: the call that runs, if one does, ends without effect.
+    void supersede_running_call() {
+        on_session([](session& s) { return s.running() ? s.init_begin() : session_step{}; });
+    }
+
+    /// Ends the old epoch and begins a new one, in which `open` makes the receivers.
+    template <class Open>
+    void begin_epoch(Open open) {
+        const auto began = on_session([](session& s) { return s.init_begin(); });
+        if (began.action == session_action::rollback) {
+            close_session(&worker_status::rolled_back);
+        }
+        ranks_.release();
+        board_.change([&](worker_status& s) { s.epoch = session_.epoch(); });
+        tell({.kind = event_kind::phase_begun, .phase = phase::init});
+        try {
+            open();
+            step(phase::init, [](session& s) { return s.init_done(); });
+        } catch (...) {
+            ranks_.release();
+            give_up(phase::init, &session::init_failed);
+        }
+        tell({.kind = event_kind::phase_ended, .phase = phase::init});
+    }
+
+    /// @param make_ready runs before the sinks begin: opens receivers that a failure has released.
+    template <class MakeReady>
+    void begin_session(session_key key, session_request request, deadline until, turn& mine,
+                       MakeReady make_ready) {
+        step(phase::start, [&](session& s) { return s.start_begin(key, request); });
+        tell({.kind = event_kind::phase_begun, .phase = phase::start, .version = request.version});
+        try {
+            make_ready();
+            ranks_.begin(session_.info(), until, mine);
+            step(phase::start, [](session& s) { return s.start_done(); });
+        } catch (...) {
+            give_up(phase::start, &session::start_failed);
+        }
+        const bool dirty = ranks_.any_dirty();
+        board_.change([&](worker_status& s) {
+            s.session = session_.info().session;
+            s.session_ends = deadline::clock::time_point::max();
+            s.dirty = dirty;
+        });
+    }
+
+    /// @param named the vLLM request that names parameters, or null.
+    /// @param describe gives the message for the receivers, or throws.
+    template <class Describe>
+    wire::native_update_reply receive(session_key key,
+                                      const std::shared_ptr<const wire::vllm_update_request>& named,
+                                      deadline until, turn& mine, Describe describe) {
+        step(phase::update, [&](session& s) { return s.update_begin(key); });
+        wire::native_update_reply reply;
+        try {
+            const update_message message = describe();
+            if constexpr (HasCommitMode<Sink>) {
+                if (ranks_.sink(0).mode() == commit_mode::in_place) {
+                    board_.change([](worker_status& s) { s.dirty = true; });
+                }
+            }
+            reply = ranks_.receive(message, named, until, mine);
+            step(phase::update, [](session& s) { return s.update_done(); });
+        } catch (...) {
+            ranks_.release();  // first: it may still refer to the destinations
+            give_up(phase::update, &session::update_failed);
+        }
+        const std::chrono::nanoseconds took{reply.ended_ns - reply.began_ns};
+        board_.change([&](worker_status& s) {
+            s.bytes += reply.bytes;
+            s.last_update = took;
+        });
+        tell({.kind = event_kind::phase_ended,
+              .phase = phase::update,
+              .bytes = reply.bytes,
+              .elapsed = took});
+        return reply;
+    }
+
+    /// The end of a finish call that `finish_begin` let in.
+    /// @param last_check what stands between prepared ranks and the commit.
+    template <class LastCheck>
+    void commit(weight_version version, const std::optional<std::string>& label,
+                std::span<const std::uint64_t> digests, deadline until, turn& mine,
+                LastCheck last_check) {
+        try {
+            ranks_.complete(digests, until, mine);
+            last_check();
+            step(phase::finish, [](session& s) { return s.commit_begin(); });
+        } catch (...) {
+            give_up(phase::finish, &session::finish_failed);
+        }
+        ranks_.commit(version);
+        const bool dirty = ranks_.any_dirty();
+        on_session([&](session& s) {
+            s.committed(version);
+            s.observe(version, dirty);
+            return 0;
+        });
+        board_.change([&](worker_status& s) {
+            s.version = version;
+            s.label = label.value_or(s.label);
+            s.dirty = dirty;
+            s.session = 0;
+            ++s.committed;
+        });
+        tell({.kind = event_kind::committed, .phase = phase::finish, .version = version});
+    }
+
+    void close_session(std::uint64_t worker_status::*count) {
+        ranks_.roll_back();
+        publish_sinks();
+        board_.change([&](worker_status& s) {
+            s.session = 0;
+            ++(s.*count);
+        });
+    }
+    void publish_sinks() {
+        const bool dirty = ranks_.any_dirty();
+        on_session([&](session& s) {
+            s.observe(s.version(), dirty);
+            return 0;
+        });
+        board_.change([&](worker_status& s) { s.dirty = dirty; });
+    }
+
+private:
+    void tell(const event& what) noexcept {
+        if constexpr (!std::is_same_v<Events, no_events>) {
+            options_.events.on(what);
+        }
+    }
+
+    /// The machine's lock: an init marks the running call from its own thread.
+    template <class Event>
+    auto on_session(Event event) {
+        const std::lock_guard lock{session_mutex_};
+        return event(session_);
+    }
+
+    /// Called in a catch block: ends the session, if there is one, and throws on.
+    [[noreturn]] void give_up(phase where, session_step (session::*failed)() noexcept) {
+        bool taken_over = false;
+        const auto ended = on_session([&](session& s) {
+            taken_over = s.superseded();
+            return (s.*failed)();
+        });
+        // Where the call learnt of it only at its end, the error says so already.
+        const bool said = ended.fault == session_fault::not_running;
+        if (where == phase::init) {
+            throw_taken_over(taken_over, where);
+        }
+        close_session(taken_over || said ? &worker_status::rolled_back : &worker_status::failed);
+        throw_taken_over(taken_over, where);
+    }
+    /// The error as it is; where an init stopped the call, its cancellation is only a symptom.
+    [[noreturn]] void throw_taken_over(bool taken_over, phase where) const {
+        if (taken_over) {
+            throw session_refused{session_fault::taken_over, to_string(session_fault::taken_over),
+                                  at(where)};
+        }
+        throw;
+    }
+
+    worker_options<Events> options_;
+    status_board board_;
+    std::mutex session_mutex_;
+    session session_;
+    worker_ranks<Tag, Sink> ranks_;
+};
+
+}  // namespace weightwire::detail

@@ -1,0 +1,618 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <weightwire/core/failure.hpp>
+#include <weightwire/engine/worker_engine.hpp>
+
+#include "../support/worker_rig.hpp"
+
+using namespace weightwire;
+using namespace tests;
+
+namespace {
+
+/// What `call` throws, as a failure; empty when it returns.
+template <class Call>
+failure caught(Call call) {
+    try {
+        call();
+        return {};
+    } catch (...) {
+        return failure::current(phase::none);
+    }
+}
+
+bool mentions(const failure& what, std::string_view text) {
+    return what.message().find(text) != std::string::npos;
+}
+
+/// Weights, a worker that expects them and a trainer that sends them, initialized.
+struct scene {
+    explicit scene(int ranks = 1, parameter_table_options table = {},
+                   testing::loopback_init_info info = {}, worker_options<> options = {})
+        : weights{6, 1000},
+          rig{weights.metadata(), ranks, std::move(table), options},
+          trainer{weights, ranks, std::move(info)} {
+        rig.init(trainer);
+    }
+    void round(std::uint64_t version) {
+        weights.set(version);
+        rig.round(trainer, version);
+    }
+    void start(std::uint64_t version) {
+        trainer.session = rig.engine.start(trainer.start_message(version), {}).session;
+    }
+    void update() {
+        trainer.beside_sending([&] { rig.engine.update(trainer.update_message(), {}); });
+    }
+
+    small_weights weights;
+    worker_rig<> rig;
+    hand_driven_trainer trainer;
+};
+
+std::shared_ptr<const wire::vllm_update_request> request_of(const std::string& body) {
+    return std::make_shared<const wire::vllm_update_request>(wire::parse_vllm_update(body));
+}
+
+}  // namespace
+
+TEST_CASE("A native round makes exactly the trainer's bytes visible") {
+    scene s;
+    s.weights.set(7);
+    s.start(7);
+    wire::native_update_reply reply;
+    s.trainer.beside_sending([&] { reply = s.rig.engine.update(s.trainer.update_message(), {}); });
+    CHECK(reply.bytes == 6 * 4000);
+    CHECK(reply.began_ns > 0);
+    CHECK(reply.ended_ns >= reply.began_ns);
+    CHECK(s.rig.engine.version() == 0);  // nothing is visible before finish
+    CHECK(s.rig.engine.finish(s.trainer.finish_message(7), {}).version == 7);
+    CHECK(s.rig.serves(7, s.weights));
+    CHECK(s.rig.engine.status().label == "7");
+    CHECK(s.rig.engine.status().committed == 1);
+    CHECK(s.rig.engine.status().bytes == 6 * 4000);
+    s.round(8);
+    CHECK(s.rig.serves(8, s.weights));
+}
+
+TEST_CASE("Layer groups are announced as they fill") {
+    scene s;
+    s.round(1);
+    CHECK(s.rig.sinks[0]->groups == std::vector<std::size_t>{0, 1, 2});
+}
+
+TEST_CASE("Four ranks receive side by side and commit together") {
+    scene s{4};
+    s.round(1);
+    s.round(2);
+    CHECK(s.rig.serves(2, s.weights));
+    CHECK(s.rig.engine.status().bytes == 2 * 4 * 6 * 4000);
+}
+
+TEST_CASE("When one of four ranks fails to prepare all four stay old") {
+    scene s{4};
+    s.round(1);
+    const auto old = s.weights;
+    s.rig.sinks[2]->fails_prepare = true;
+    const auto why = caught([&] { s.round(2); });
+    CHECK(why.kind == "resource");
+    CHECK(why.context.rank == 2);
+    CHECK(s.rig.serves(1, old));
+    CHECK(s.rig.engine.status().failed == 1);
+    s.rig.sinks[2]->fails_prepare = false;
+    s.round(2);  // the session is over: the same trainer may start again
+    CHECK(s.rig.serves(2, s.weights));
+}
+
+TEST_CASE("A rank that fails stops the ranks that still wait, and its error is the one reported") {
+    testing::gate gate;
+    scene s{2, {}, {.block_in_receive = gate.name(), .block_rank = 2}};
+    s.rig.sinks[0]->fails_group = true;  // while rank 1 is held at the gate
+    s.start(1);
+    const auto why = caught([&] { s.update(); });
+    CHECK(why.kind == "resource");
+    CHECK(why.context.rank == 0);
+    CHECK(s.rig.engine.status().session == 0);
+}
+
+TEST_CASE("A call of an earlier epoch or session is stale and changes nothing") {
+    scene s;
+    s.round(1);
+    hand_driven_trainer second{s.weights};
+    s.rig.init(second);
+    second.session = s.rig.engine.start(second.start_message(2), {}).session;
+
+    s.trainer.session = second.session;
+    try {
+        s.rig.engine.finish(s.trainer.finish_message(2), {});
+        FAIL("a stale finish was accepted");
+    } catch (const session_refused& cause) {
+        CHECK(cause.stale());
+    }
+    CHECK_THROWS_AS(s.rig.engine.start(s.trainer.start_message(9), {}), session_refused);
+    CHECK_THROWS_AS(s.rig.engine.update(s.trainer.update_message(), {}), session_refused);
+    auto nameless = second.update_message();
+    nameless.session = 0;
+    CHECK_THROWS_AS(s.rig.engine.update(nameless, {}), session_refused);
+    auto old_session = second.update_message();
+    old_session.session = 1;
+    CHECK_THROWS_AS(s.rig.engine.update(old_session, {}), session_refused);
+
+    CHECK(s.rig.engine.status().session == second.session);
+    s.weights.set(2);
+    second.beside_sending([&] { s.rig.engine.update(second.update_message(), {}); });
+    s.rig.engine.finish(second.finish_message(2), {});
+    CHECK(s.rig.serves(2, s.weights));
+}
+
+TEST_CASE("A new trainer takes over while an update is blocked") {
+    testing::gate gate;
+    scene s{1, {}, {.block_in_receive = gate.name()}};
+    const auto old = s.weights;
+    s.start(1);
+    auto blocked = std::async(std::launch::async, [&] {
+        return caught([&] { s.rig.engine.update(s.trainer.update_message(), {}); });
+    });
+    gate.wait_until_blocked(soon());
+    CHECK(s.rig.engine.status().session != 0);  // questions are answered meanwhile
+    CHECK(s.rig.engine.version() == 0);
+
+    hand_driven_trainer second{s.weights};
+    s.rig.init(second);
+    const auto why = blocked.get();
+    CHECK(why.kind == "session");
+    CHECK(mentions(why, "took this worker over"));
+    CHECK(s.rig.engine.status().rolled_back == 1);
+    CHECK(s.rig.engine.status().epoch == 2);
+    s.weights.set(1);
+    s.rig.round(second, 1);
+    CHECK(s.rig.serves(1, s.weights));
+}
+
+TEST_CASE("An init rolls back a session that its trainer left open") {
+    scene s;
+    s.round(1);
+    const auto old = s.weights;
+    s.weights.set(2);
+    s.start(2);
+    s.update();
+    hand_driven_trainer second{s.weights};
+    s.rig.init(second);
+    CHECK(s.rig.serves(1, old));
+    s.rig.round(second, 2);
+    CHECK(s.rig.serves(2, s.weights));
+}
+
+TEST_CASE("An init that does not agree is refused before it disturbs anybody") {
+    scene s;
+    s.start(1);
+    const auto open = s.rig.engine.status().session;
+    const auto refused = [&](auto change) {
+        auto message = s.trainer.init_message();
+        change(message);
+        return caught([&] { s.rig.engine.init(std::move(message), {}); });
+    };
+    CHECK(refused([](auto& m) { m.plan_hash ^= 1; }).kind == "mismatch");
+    CHECK(mentions(refused([](auto& m) { m.backend = "nccl"; }), "the backend differs"));
+    CHECK(refused([](auto& m) { m.wire = 2; }).kind == "mismatch");
+    CHECK(refused([](auto& m) { m.world_size = 1; }).kind == "mismatch");
+    CHECK(refused([](auto& m) { m.rank_offset = 0; }).kind == "mismatch");
+    CHECK(s.rig.engine.status().session == open);
+    CHECK(s.rig.engine.status().epoch == 1);
+}
+
+TEST_CASE("The version only grows, unless the trainer forces it") {
+    scene s;
+    s.round(5);
+    CHECK(mentions(caught([&] { s.start(5); }), "not above"));
+    CHECK(mentions(caught([&] { s.start(4); }), "not above"));
+    auto forced = s.trainer.start_message(3);
+    forced.force = true;
+    s.trainer.session = s.rig.engine.start(forced, {}).session;
+    s.weights.set(3);
+    s.update();
+    s.rig.engine.finish(s.trainer.finish_message(3), {});
+    CHECK(s.rig.serves(3, s.weights));
+}
+
+TEST_CASE("Calls out of order are refused in vLLM's words") {
+    small_weights weights{2, 10};
+    worker_rig<> rig{weights.metadata()};
+    auto& engine = rig.engine;
+    CHECK(mentions(caught([&] { engine.start(wire::vllm_start{}, {}); }),
+                   "weight transfer not initialized. Call init_transfer_engine() first."));
+    CHECK(mentions(caught([&] {
+                       engine.update(request_of(R"({"update_info":{"names":[],)"
+                                                R"("dtype_names":[],"shapes":[]}})"),
+                                     {});
+                   }),
+                   "start_weight_update must be called before update_weights."));
+    CHECK(mentions(caught([&] { engine.finish(wire::vllm_finish{}, {}); }),
+                   "finish_weight_update called without a matching start_weight_update."));
+    hand_driven_trainer trainer{weights};
+    engine.init(wire::vllm_init{trainer.vllm_init()}, {});
+    engine.start(wire::vllm_start{}, {});
+    CHECK(mentions(caught([&] { engine.start(wire::vllm_start{}, {}); }),
+                   "start_weight_update called while a weight update is already active. Call "
+                   "finish_weight_update first."));
+    // A native call does not belong to vLLM's epoch.
+    CHECK(caught([&] { engine.start(trainer.start_message(1), {}); }).kind == "session");
+}
+
+TEST_CASE("A parameter that the worker lacks, or the trainer does, ends the session at its start") {
+    small_weights weights{6, 10};
+    small_weights fewer{4, 10};
+    worker_rig<> small{fewer.metadata()};
+    hand_driven_trainer trainer{weights};
+    small.init(trainer);
+    const auto unknown = caught([&] { small.round(trainer, 1); });
+    CHECK(unknown.kind == "coverage");
+    CHECK(unknown.context.tensor == weights.metadata()[4].name);
+
+    worker_rig<> large{weights.metadata()};
+    hand_driven_trainer short_trainer{fewer};
+    large.init(short_trainer);
+    const auto missing = caught([&] { large.round(short_trainer, 1); });
+    CHECK(missing.kind == "coverage");
+    CHECK(missing.context.tensor == weights.metadata()[4].name);
+    CHECK(large.engine.version() == 0);
+}
+
+TEST_CASE("A session without a byte does not commit") {
+    scene s;
+    s.start(1);
+    const auto why = caught([&] { s.rig.engine.finish(s.trainer.finish_message(1), {}); });
+    CHECK(why.kind == "coverage");
+    CHECK(mentions(why, "0 bytes"));
+    CHECK(s.rig.engine.version() == 0);
+}
+
+TEST_CASE("A digest that differs names the tensor, and the old version stays") {
+    scene s{2};
+    s.round(1);
+    const auto old = s.weights;
+    s.weights.set(2);
+    s.start(2);
+    s.update();
+    auto message = s.trainer.finish_message(2);
+    message.digests[3] ^= 1;
+    const auto why = caught([&] { s.rig.engine.finish(message, {}); });
+    CHECK(why.kind == "integrity");
+    CHECK(why.context.tensor == s.weights.metadata()[3].name);
+    CHECK(s.rig.serves(1, old));
+}
+
+TEST_CASE("Digests for another number of parameters are refused") {
+    scene s;
+    s.start(1);
+    s.update();
+    auto message = s.trainer.finish_message(1);
+    message.digests.pop_back();
+    CHECK(caught([&] { s.rig.engine.finish(message, {}); }).kind == "protocol");
+    CHECK(s.rig.engine.version() == 0);
+}
+
+TEST_CASE("A worker does not commit what the trainer no longer counts on") {
+    scene s;
+    const auto old = s.weights;
+    const auto open_session = [&] {
+        s.weights.set(1);
+        s.start(1);
+        s.update();
+    };
+    SUBCASE("its instant has passed") {
+        open_session();
+        auto message = s.trainer.finish_message(1);
+        message.commit_before_ns = detail::monotonic_ns() - 1;
+        CHECK(caught([&] { s.rig.engine.finish(message, {}); }).kind == "timeout");
+    }
+    SUBCASE("the budget was spent") {
+        open_session();
+        auto message = s.trainer.finish_message(1);
+        message.budget_ms = 0;
+        CHECK(caught([&] { s.rig.engine.finish(message, {}); }).kind == "timeout");
+    }
+    SUBCASE("the client hung up") {
+        open_session();
+        const worker_call gone{.client_waits = [](const void*) noexcept { return false; }};
+        CHECK(caught([&] { s.rig.engine.finish(s.trainer.finish_message(1), gone); }).kind ==
+              "cancelled");
+    }
+    SUBCASE("the stop was asked for") {
+        open_session();
+        std::stop_source stop;
+        stop.request_stop();
+        CHECK(caught([&] {
+                  s.rig.engine.finish(s.trainer.finish_message(1), {.stop = stop.get_token()});
+              }).kind == "cancelled");
+    }
+    SUBCASE("finish names another version than start") {
+        open_session();
+        CHECK(caught([&] { s.rig.engine.finish(s.trainer.finish_message(2), {}); }).kind ==
+              "mismatch");
+    }
+    CHECK(s.rig.engine.version() == 0);
+    CHECK(s.rig.engine.status().session == 0);
+    CHECK(s.rig.engine.status().committed == 0);
+}
+
+TEST_CASE("The instant of another boot says nothing about this clock") {
+    scene s;
+    s.weights.set(1);
+    s.start(1);
+    s.update();
+    auto message = s.trainer.finish_message(1);
+    message.boot_id = "another boot";
+    message.commit_before_ns = 1;
+    s.rig.engine.finish(message, {});
+    CHECK(s.rig.serves(1, s.weights));
+}
+
+TEST_CASE("An update ends at its deadline, and its trainer begins again with init") {
+    testing::gate gate;
+    scene s{1, {}, {.block_in_receive = gate.name()}};
+    s.start(1);
+    auto message = s.trainer.update_message();
+    message.round = 1;
+    message.budget_ms = 50;
+    CHECK(caught([&] { s.rig.engine.update(message, {}); }).kind == "timeout");
+    CHECK(caught([&] { s.start(1); }).kind == "session");
+    hand_driven_trainer again{s.weights};
+    s.rig.init(again);
+    s.rig.round(again, 1);
+    CHECK(s.rig.serves(1, s.weights));
+}
+
+TEST_CASE("An update whose client hangs up rolls the session back") {
+    testing::gate gate;
+    scene s{1, {}, {.block_in_receive = gate.name()}};
+    s.start(1);
+    std::stop_source hang_up;
+    auto blocked = std::async(std::launch::async, [&] {
+        return caught([&] {
+            s.rig.engine.update(s.trainer.update_message(), {.stop = hang_up.get_token()});
+        });
+    });
+    gate.wait_until_blocked(soon());
+    hang_up.request_stop();
+    CHECK(blocked.get().kind == "cancelled");
+    CHECK(s.rig.engine.status().session == 0);
+    CHECK(s.rig.engine.status().failed == 1);
+}
+
+TEST_CASE("A call that waits for its turn gives up at its own deadline or stop") {
+    testing::gate gate;
+    scene s{1, {}, {.block_in_receive = gate.name()}};
+    s.start(1);
+    auto blocked = std::async(std::launch::async, [&] {
+        return caught([&] { s.rig.engine.update(s.trainer.update_message(), {}); });
+    });
+    gate.wait_until_blocked(soon());
+    auto late = s.trainer.finish_message(1);
+    late.budget_ms = 30;
+    CHECK(caught([&] { s.rig.engine.finish(late, {}); }).kind == "timeout");
+    std::stop_source stop;
+    stop.request_stop();
+    CHECK(caught([&] {
+              s.rig.engine.finish(s.trainer.finish_message(1), {.stop = stop.get_token()});
+          }).kind == "cancelled");
+    s.trainer.hang_up();
+    gate.release();
+    hand_driven_trainer second{s.weights};
+    s.rig.init(second);
+    CHECK(blocked.get());
+}
+
+TEST_CASE("A session whose trainer fell silent is rolled back when somebody looks") {
+    worker_options<> options;
+    options.session_time_to_live = std::chrono::milliseconds{1};
+    scene s{1, {}, {}, options};
+    s.start(1);
+    const auto end = soon();
+    while (s.rig.engine.status().session != 0 && !end.expired()) {
+        std::this_thread::yield();
+    }
+    CHECK(s.rig.engine.status().session == 0);
+    CHECK(s.rig.engine.status().rolled_back == 1);
+    CHECK(caught([&] { s.rig.engine.finish(s.trainer.finish_message(1), {}); }).kind == "session");
+}
+
+TEST_CASE("An in_place worker is dirty from the start of a session until a full update") {
+    scene s{1, {.mode = commit_mode::in_place}};
+    s.round(1);
+    CHECK_FALSE(s.rig.engine.dirty());
+    s.start(2);
+    CHECK(s.rig.engine.dirty());
+    s.trainer.session = 0;
+    hand_driven_trainer second{s.weights};
+    s.rig.init(second);  // rolls back: some bytes may have changed
+    CHECK(s.rig.engine.dirty());
+    CHECK(s.rig.engine.version() == 1);
+    auto partial = second.start_message(2);
+    partial.partial = true;
+    CHECK(caught([&] { s.rig.engine.start(partial, {}); }).kind == "dirty");
+    s.weights.set(2);
+    s.rig.round(second, 2);
+    CHECK_FALSE(s.rig.engine.dirty());
+    CHECK(s.rig.serves(2, s.weights));
+}
+
+TEST_CASE("A vLLM session takes names in any order and in several updates") {
+    small_weights weights{6, 100};
+    auto held = weights.metadata();
+    std::reverse(held.begin(), held.end());
+    worker_rig<> rig{held, 2};
+    hand_driven_trainer trainer{weights, 2, {.parts = 3}};
+    auto& engine = rig.engine;
+    engine.init(wire::vllm_init{trainer.vllm_init()}, {});
+    std::vector<std::shared_ptr<const wire::vllm_update_request>> requests;
+    for (const auto& part : trainer.parts()) {
+        requests.push_back(request_of(part.vllm_body));
+    }
+    const auto round = [&](std::uint64_t seed, std::optional<std::string> label) {
+        weights.set(seed);
+        engine.start(wire::vllm_start{}, {});
+        trainer.beside_sending([&] {
+            for (const auto& request : requests) {
+                engine.update(request, {});
+            }
+        });
+        engine.finish(wire::vllm_finish{std::move(label)}, {});
+    };
+    round(1, "step-1");
+    CHECK(rig.serves(1, weights));
+    CHECK(engine.status().label == "step-1");
+    round(2, std::nullopt);
+    CHECK(rig.serves(2, weights));
+    CHECK(engine.status().label == "step-1");  // never derived
+    round(3, "40");
+    CHECK(rig.serves(40, weights));
+    round(4, "7");  // an opaque text for vLLM: kept, but the number grows
+    CHECK(rig.serves(41, weights));
+    CHECK(engine.status().label == "7");
+}
+
+TEST_CASE("A vLLM update that names what the worker does not hold ends the session") {
+    small_weights weights{2, 10};
+    worker_rig<> rig{weights.metadata()};
+    hand_driven_trainer trainer{weights};
+    auto& engine = rig.engine;
+    engine.init(wire::vllm_init{trainer.vllm_init()}, {});
+    const auto update = [&](std::string_view name, std::string_view type, int extent) {
+        engine.start(wire::vllm_start{}, {});
+        return caught([&] {
+            engine.update(request_of(R"({"update_info":{"names":[")" + std::string{name} +
+                                     R"("],"dtype_names":[")" + std::string{type} +
+                                     R"("],"shapes":[[)" + std::to_string(extent) + "]]}}"),
+                          {});
+        });
+    };
+    const auto unknown = update("no.such.weight", "float32", 10);
+    CHECK(unknown.kind == "coverage");
+    CHECK(unknown.context.tensor == "no.such.weight");
+    CHECK(engine.status().session == 0);
+    // The loopback transport cannot be opened again without its trainer.
+    trainer.hang_up();
+    hand_driven_trainer again{weights};
+    engine.init(wire::vllm_init{again.vllm_init()}, {});
+    const auto& name = weights.metadata()[1].name;
+    CHECK(mentions(update(name, "bfloat16", 10), "the worker holds float32[10]"));
+}
+
+TEST_CASE("A vLLM session that leaves a parameter out names it at finish") {
+    small_weights weights{4, 10};
+    worker_rig<> rig{weights.metadata()};
+    hand_driven_trainer trainer{weights, 1, {.parts = 2}};
+    auto& engine = rig.engine;
+    engine.init(wire::vllm_init{trainer.vllm_init()}, {});
+    engine.start(wire::vllm_start{}, {});
+    trainer.beside_sending([&] { engine.update(request_of(trainer.parts()[0].vllm_body), {}); });
+    const auto why = caught([&] { engine.finish(wire::vllm_finish{}, {}); });
+    CHECK(why.kind == "coverage");
+    CHECK(why.context.tensor == weights.metadata()[2].name);
+    CHECK(mentions(why, "2 of 4 parameters are not whole"));
+    CHECK(engine.version() == 0);
+}
+
+TEST_CASE("Frozen parameters and aliases need not come in a vLLM session") {
+    small_weights sent{4, 10};
+    auto held = sent.metadata();
+    held.push_back({"rotary.table", dtype::f32, {3}});
+    held.push_back({"lm_head.weight", held[0].dtype, held[0].shape});
+    worker_rig<> rig{
+        held, 1, {.frozen = {"rotary.table"}, .aliases = {{"lm_head.weight", held[0].name}}}};
+    hand_driven_trainer trainer{sent};
+    auto& engine = rig.engine;
+    engine.init(wire::vllm_init{trainer.vllm_init()}, {});
+    engine.start(wire::vllm_start{}, {});
+    trainer.beside_sending([&] { engine.update(request_of(trainer.parts()[0].vllm_body), {}); });
+    engine.finish(wire::vllm_finish{}, {});
+    CHECK(rig.serves(1, sent));
+}
+
+TEST_CASE("Reset zeroes the weights in one commit and is refused within a session") {
+    scene s{2};
+    s.round(3);
+    s.rig.engine.reset_weights({});
+    for (auto& sink : s.rig.sinks) {
+        const auto held = sink->acquire();
+        CHECK(held.version() == 3);
+        for (std::size_t i = 0; i < held.size(); ++i) {
+            const auto bytes = held.tensor(i).bytes();
+            CHECK(std::all_of(bytes.begin(), bytes.end(), [](auto b) { return b == std::byte{}; }));
+        }
+    }
+    s.round(4);  // the trainer's plan still holds
+    CHECK(s.rig.serves(4, s.weights));
+    s.start(5);
+    CHECK(caught([&] { s.rig.engine.reset_weights({}); }).kind == "session");
+}
+
+TEST_CASE("An engine needs a sink for each rank") {
+    CHECK_THROWS_AS((worker_engine<testing::loopback, parameter_table>{
+                        testing::loopback{}, std::vector<parameter_table*>{}}),
+                    usage_error);
+    CHECK_THROWS_AS((worker_engine<testing::loopback, parameter_table>{
+                        testing::loopback{}, std::vector<parameter_table*>{nullptr}}),
+                    usage_error);
+}
+
+namespace {
+
+/// Keeps what the engine says.
+struct recording_events {
+    std::vector<event_kind>* kinds;
+    void on(const event& what) noexcept { kinds->push_back(what.kind); }
+};
+
+}  // namespace
+
+TEST_CASE("An event sink hears of phases and commits") {
+    small_weights weights{2, 10};
+    parameter_table table{weights.metadata()};
+    std::vector<event_kind> kinds;
+    worker_engine engine{testing::loopback{}, table,
+                         worker_options<recording_events>{.events = {&kinds}}};
+    hand_driven_trainer trainer{weights};
+    trainer.epoch = engine.init(trainer.init_message(), {}).epoch;
+    trainer.session = engine.start(trainer.start_message(1), {}).session;
+    trainer.beside_sending([&] { engine.update(trainer.update_message(), {}); });
+    engine.finish(trainer.finish_message(1), {});
+    CHECK(std::count(kinds.begin(), kinds.end(), event_kind::committed) == 1);
+    CHECK(std::count(kinds.begin(), kinds.end(), event_kind::phase_ended) >= 2);
+}
+
+TEST_CASE("Strided destinations are digested in C order") {
+    const std::vector<float> memory = [] {
+        std::vector<float> out(24);
+        for (std::size_t i = 0; i < out.size(); ++i) {
+            out[i] = static_cast<float>(i);
+        }
+        return out;
+    }();
+    const auto* base = reinterpret_cast<const std::byte*>(memory.data());
+    // Every other column of a 4 x 6 matrix, and its transpose.
+    const tensor_view columns{base, dtype::f32, {4, 3}, {6, 2}};
+    const tensor_view rows{base, dtype::f32, {2, 6}, {12, 1}};
+    std::vector<float> gathered;
+    for (std::size_t r = 0; r < 4; ++r) {
+        for (std::size_t c = 0; c < 3; ++c) {
+            gathered.push_back(memory[r * 6 + c * 2]);
+        }
+    }
+    CHECK(detail::tensor_digest(columns) == digest(std::as_bytes(std::span{gathered})));
+    gathered.assign(memory.begin(), memory.begin() + 6);
+    gathered.insert(gathered.end(), memory.begin() + 12, memory.begin() + 18);
+    CHECK(detail::tensor_digest(rows) == digest(std::as_bytes(std::span{gathered})));
+}
