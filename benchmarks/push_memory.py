@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 
-BUFFER, BUFFERS, ROUNDS = 32 << 20, 2, 40
+BUFFER, BUFFERS, ROUNDS = 48 << 20, 2, 40
 
 
 def cpu():

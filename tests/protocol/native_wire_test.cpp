@@ -300,7 +300,9 @@ TEST_CASE("docs/wire.md, Update: the 64 bytes equal their golden file both ways"
                              .plan_hash = golden_plan_hash,
                              .round = 12,
                              .part = 3,
-                             .budget_ms = 30000};
+                             .budget_ms = 30000,
+                             .first = 260,
+                             .count = 5};
     const auto file = read_file("update_call.bin");
     const auto bytes = encode(call);
     CHECK(std::string_view{bytes.data(), bytes.size()} == file);
@@ -311,6 +313,8 @@ TEST_CASE("docs/wire.md, Update: the 64 bytes equal their golden file both ways"
     CHECK(decoded.round == 12);
     CHECK(decoded.part == 3);
     CHECK(decoded.budget_ms == 30000);
+    CHECK(decoded.first == 260);
+    CHECK(decoded.count == 5);
 }
 
 TEST_CASE("docs/wire.md, Update: every byte that must have one value is checked") {
@@ -320,7 +324,7 @@ TEST_CASE("docs/wire.md, Update: every byte that must have one value is checked"
         return true;
     });
     CHECK_THROWS_AS((void)decode_update(file + '\0'), protocol_error);
-    for (const std::size_t at : {0U, 1U, 2U, 3U, 47U, 48U, 55U, 63U}) {
+    for (const std::size_t at : {0U, 1U, 2U, 3U, 47U}) {
         CAPTURE(at);
         auto body = file;
         body[at] = '\x80';

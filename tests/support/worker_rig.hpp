@@ -122,7 +122,8 @@ public:
                 .session = session,
                 .plan_hash = init_message().plan_hash,
                 .round = round,
-                .budget_ms = budget_ms};
+                .budget_ms = budget_ms,
+                .count = parameters_.size()};
     }
     [[nodiscard]] weightwire::wire::native_finish finish_message(std::uint64_t version) const {
         const auto digests = sender_.digests();

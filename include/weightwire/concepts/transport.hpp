@@ -118,9 +118,11 @@ struct transport_open {
 
 /// One update call as a receiver sees it.
 struct update_message {
-    std::uint64_t round =
-        0;  ///< counts the trainer's rounds since init, from 1; 0 when the peer is vLLM's
-    std::size_t part = 0;  ///< index of the part in the round
+    /// Counts the trainer's rounds since init, from 1; 0 when the peer is vLLM's.
+    std::uint64_t round = 0;
+    std::size_t part = 0;   ///< index of the part in the round
+    std::size_t first = 0;  ///< manifest position of the part's first parameter, native only
+    std::size_t count = 0;  ///< parameters of the part, native only
     bool native = false;
     /// Fields of a vLLM-form request beside names, dtype names and shapes.
     std::span<const std::pair<std::string, wire_value>> extras{};

@@ -1,7 +1,7 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
-#include <chrono>
+#include <algorithm>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -36,7 +36,8 @@ template <class Service>
 class local_sync_client : public client_calls<local_sync_client<Service>> {
 public:
     /// A client of one service.
-    explicit local_sync_client(Service& service) : local_sync_client{std::vector{&service}} {}
+    explicit local_sync_client(Service& service)
+        : local_sync_client{std::vector<Service*>{&service}} {}
     /// A client of several services: peer `i` is `services[i]`.
     /// @throws usage_error no service, or a null one.
     explicit local_sync_client(const std::vector<Service*>& services) {
@@ -100,17 +101,14 @@ private:
                 source = std::stop_source{};  // the last call used it up
             }
             const auto question = std::min(target.find('?'), target.size());
-            request = {.method = method,
-                       .path = target.substr(0, question),
-                       .query = target.substr(std::min(question + 1, target.size())),
-                       .content_type = message.content_type,
-                       .body = message.body_for(index),
-                       .stop = source.get_token(),
-                       .client_waits =
-                           [](const void* self) noexcept {
-                               return static_cast<const peer_state*>(self)->waits();
-                           },
-                       .context = this};
+            request.method = method;
+            request.path = target.substr(0, question);
+            request.query = target.substr(std::min(question + 1, target.size()));
+            request.content_type = message.content_type;
+            request.body = message.body_for(index);
+            request.stop = source.get_token();
+            request.client_waits = &peer_state::waits_at;
+            request.context = this;
             reply = &into;
             observer = message.observer;
             until = call_until;
@@ -122,6 +120,9 @@ private:
             thread.start(*this);
         }
 
+        static bool waits_at(const void* self) noexcept {
+            return static_cast<const peer_state*>(self)->waits();
+        }
         [[nodiscard]] bool waits() const noexcept {
             return !source.stop_requested() && !caller_stop.stop_requested() && !until.expired();
         }

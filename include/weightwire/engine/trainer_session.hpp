@@ -338,7 +338,9 @@ private:
                                                      .plan_hash = init_.plan_hash(),
                                                      .round = round_,
                                                      .part = static_cast<std::uint32_t>(index),
-                                                     .budget_ms = budget_ms(until)});
+                                                     .budget_ms = budget_ms(until),
+                                                     .first = part.first,
+                                                     .count = part.count});
             }
             message = peers_.update_to_live();
             message.content_type = wire::native_content_type;

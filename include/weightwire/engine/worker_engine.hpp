@@ -141,7 +141,12 @@ public:
                             ", init agreed on plan " + digest_text(native_->plan_hash),
                         at(phase::update)};
                 }
-                return update_message{.round = message.round, .part = message.part, .native = true};
+                require_part(message);
+                return update_message{.round = message.round,
+                                      .part = message.part,
+                                      .first = message.first,
+                                      .count = message.count,
+                                      .native = true};
             });
         sessions_.keep_session(until.when() + options().answer_margin);
         return reply;
@@ -355,6 +360,16 @@ private:
             throw session_refused{session_fault::stale, to_string(session_fault::stale), at(where)};
         }
         require_initialized(native_ != nullptr && (where != phase::start || ranks().open()), where);
+    }
+    /// The part is a run of the manifest.
+    void require_part(const wire::native_update& message) const {
+        const auto size = native_->parameters.size();
+        if (message.first > size || message.count > size - message.first) {
+            throw protocol_error{
+                "the update call names parameters " + std::to_string(message.first) + " to " +
+                    std::to_string(message.first + message.count) + " of " + std::to_string(size),
+                at(phase::update)};
+        }
     }
     /// Without an open session the session machine says what is wrong, in vLLM's words.
     void require_vllm(phase where) const {

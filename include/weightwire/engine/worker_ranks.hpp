@@ -193,8 +193,7 @@ private:
                     std::stop_token stop) {
         const auto positions =
             named ? std::span<const std::size_t>{rank.positions} : std::span<const std::size_t>{};
-        update_target target{rank.session, parameters(), 0, named ? 0 : parameters().size(),
-                             positions};
+        update_target target{rank.session, parameters(), message.first, message.count, positions};
         rank.began_ns = monotonic_ns();
         rank.receiver->receive(message, target, until, std::move(stop));
         rank.ended_ns = monotonic_ns();

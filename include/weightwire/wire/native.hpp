@@ -78,6 +78,8 @@ struct native_update {
     std::uint64_t round = 0;  ///< counts from 1
     std::uint32_t part = 0;
     std::int64_t budget_ms = 0;
+    std::uint64_t first = 0;  ///< manifest position of the part's first parameter
+    std::uint64_t count = 0;  ///< parameters of the part
 };
 
 /// `weightwire` in the reply to an update call.

@@ -362,6 +362,8 @@ inline std::array<char, 64> encode(const native_update& message) noexcept {
     detail::store_little_endian(body.data() + 24, message.plan_hash);
     detail::store_little_endian(body.data() + 32, message.round);
     detail::store_little_endian(body.data() + 40, static_cast<std::uint64_t>(message.budget_ms));
+    detail::store_little_endian(body.data() + 48, message.first);
+    detail::store_little_endian(body.data() + 56, message.count);
     return body;
 }
 
@@ -381,10 +383,10 @@ inline native_update decode_update(std::string_view body) {
     result.round = detail::load_little_endian<std::uint64_t>(body.data() + 32);
     result.budget_ms =
         static_cast<std::int64_t>(detail::load_little_endian<std::uint64_t>(body.data() + 40));
+    result.first = detail::load_little_endian<std::uint64_t>(body.data() + 48);
+    result.count = detail::load_little_endian<std::uint64_t>(body.data() + 56);
     require(result.round != 0, "update call: rounds count from 1, found 0 at byte 32");
     require(result.budget_ms >= 0, "update call: the budget at byte 40 is negative");
-    require(body.find_first_not_of('\0', 48) == body.npos,
-            "update call: the reserved bytes 48 to 63 are not zero");
     return result;
 }
 

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The trainer's engine against a real worker engine in the same process: no sockets, the loopback
+// transport.
+
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <weightwire/engine/fan_out_sync_client.hpp>
+#include <weightwire/testing/gate.hpp>
+#include <weightwire/testing/loopback_transport.hpp>
+#include <weightwire/weightwire.hpp>
+
+#include "../support/small_model.hpp"
+
+namespace {
+
+using namespace std::chrono_literals;
+using namespace weightwire;
+using testing::loopback;
+using testing::loopback_init_info;
+using tests::small_weights;
+
+/// A worker in this process and a client that speaks to it.
+struct local_worker {
+    explicit local_worker(int parameters = 4, int elements = 100,
+                          parameter_table_options options = {})
+        : table{tests::small_model(parameters, elements), std::move(options)} {}
+    parameter_table table;
+    worker_engine<loopback, parameter_table> engine{loopback{}, table};
+    worker_service<decltype(engine)> service{engine};
+    local_sync_client<decltype(service)> client{service};
+
+    void check_serves(small_weights& weights, weight_version version) {
+        weights.set(version);
+        const auto snapshot = table.acquire();
+        CHECK(snapshot.version() == version);
+        REQUIRE(snapshot.size() == weights.weights().size());
+        for (std::size_t i = 0; i < snapshot.size(); ++i) {
+            CHECK(digest_text(digest(snapshot.tensor(i).bytes())) == weights.digest_of(i));
+        }
+    }
+};
+
+/// Remembers what it was told.
+struct recorder {
+    struct entry {
+        event_kind kind;
+        phase where;
+        std::string peer;
+        std::string text;
+    };
+    std::vector<entry> entries;
+    std::mutex mutex;
+    void on(const event& what) noexcept {
+        const std::lock_guard lock{mutex};
+        entries.push_back({what.kind, what.phase, std::string{what.peer}, std::string{what.text}});
+    }
+    std::size_t count(event_kind kind, phase where) {
+        const std::lock_guard lock{mutex};
+        return static_cast<std::size_t>(
+            std::count_if(entries.begin(), entries.end(),
+                          [&](const entry& e) { return e.kind == kind && e.where == where; }));
+    }
+};
+
+/// A source whose tensors or metadata differ from what they should be, on request.
+struct twisted_source {
+    small_weights& inner;
+    std::vector<named_tensor> yielded;
+    const auto& metadata() const { return inner.metadata(); }
+    const auto& weights() const { return yielded; }
+};
+
+}  // namespace
+
+TEST_CASE(
+    "a round makes the new version visible, and counts versions from what the worker reports") {
+    local_worker worker;
+    small_weights weights{4, 100};
+    {
+        auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
+        CHECK(engine.world_size() == 2);
+        CHECK(engine.next_version() == 1);
+        for (weight_version version = 1; version <= 3; ++version) {
+            weights.set(version);
+            const auto report = engine.send_weights();
+            CHECK(report.version == version);
+            CHECK(report.all_committed());
+            CHECK(report.update.bytes == 1600);
+            CHECK(report.peers.at(0).bytes == 1600);
+            worker.check_serves(weights, version);
+        }
+        engine.close(deadline::after(1s));
+    }
+    auto later = trainer_init(loopback_init_info{}, worker.client, weights);
+    CHECK(later.next_version() == 4);
+}
+
+TEST_CASE("several parts a round, several ranks behind a server, several servers") {
+    parameter_table tables[3]{parameter_table{tests::small_model(7, 33)},
+                              parameter_table{tests::small_model(7, 33)},
+                              parameter_table{tests::small_model(7, 33)}};
+    worker_engine two{loopback{}, std::vector<parameter_table*>{&tables[0], &tables[1]}};
+    worker_engine one{loopback{}, tables[2]};
+    worker_service service_two{two};
+    worker_service service_one{one};
+    local_sync_client first{service_two};
+    local_sync_client second{service_one};
+    small_weights weights{7, 33};
+    auto engine_of_first = trainer_init(loopback_init_info{.parts = 3}, first, weights);
+    CHECK(engine_of_first.world_size() == 3);
+    auto engine_of_second = trainer_init(loopback_init_info{.parts = 7}, second, weights);
+    weights.set(1);
+    CHECK(engine_of_first.send_weights().all_committed());
+    CHECK(engine_of_second.send_weights().all_committed());
+    for (auto& table : tables) {
+        const auto snapshot = table.acquire();
+        CHECK(snapshot.version() == 1);
+        for (std::size_t i = 0; i < 7; ++i) {
+            CHECK(digest_text(digest(snapshot.tensor(i).bytes())) == weights.digest_of(i));
+        }
+    }
+}
+
+TEST_CASE("a version may not go back, unless it is forced") {
+    local_worker worker;
+    small_weights weights{4, 100};
+    auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
+    engine.send_weights({.version = 10});
+    CHECK_THROWS_AS(engine.send_weights({.version = 9}), session_error);
+    CHECK(worker.table.version() == 10);
+    CHECK(engine.send_weights({.version = 5, .force = true}).all_committed());
+    CHECK(worker.table.version() == 5);
+    CHECK(engine.next_version() > 10);
+}
+
+TEST_CASE(
+    "a source that differs from its metadata is named before anything is committed, and the next "
+    "round works") {
+    local_worker worker;
+    small_weights weights{4, 100};
+    twisted_source source{weights, weights.weights()};
+    auto engine = trainer_init(loopback_init_info{}, worker.client, source);
+    weights.set(1);
+    CHECK(engine.send_weights().all_committed());
+    weights.set(2);
+    SUBCASE("two tensors swapped") { std::swap(source.yielded[1], source.yielded[2]); }
+    SUBCASE("one too few") { source.yielded.pop_back(); }
+    SUBCASE("one too many") { source.yielded.push_back(source.yielded.back()); }
+    SUBCASE("another shape") {
+        source.yielded[1].tensor = {weights.weights()[1].tensor.data(), dtype::f32, {10, 10}};
+    }
+    CHECK_THROWS_AS(engine.send_weights(), data_error);
+    worker.check_serves(weights, 1);
+    source.yielded = weights.weights();
+    weights.set(3);
+    CHECK(engine.send_weights({.version = 3}).all_committed());
+    worker.check_serves(weights, 3);
+}
+
+TEST_CASE("what a source throws comes out of send_weights as it was") {
+    struct failing {
+        small_weights& inner;
+        bool fail = false;
+        const auto& metadata() const { return inner.metadata(); }
+        auto weights() {
+            return inner.weights() | std::views::transform([this](const named_tensor& each) {
+                       if (fail) {
+                           throw std::out_of_range{"no such shard"};
+                       }
+                       return each;
+                   });
+        }
+    };
+    local_worker worker;
+    small_weights weights{4, 100};
+    failing source{weights};
+    auto engine = trainer_init(loopback_init_info{}, worker.client, source);
+    source.fail = true;
+    CHECK_THROWS_AS(engine.send_weights(), std::out_of_range);
+    CHECK(worker.table.version() == 0);
+    source.fail = false;
+    CHECK(engine.send_weights().all_committed());
+}
+
+TEST_CASE("a data move that hangs ends at the deadline, and the old version stays") {
+    for (const bool in_sender : {true, false}) {
+        CAPTURE(in_sender);
+        local_worker worker;
+        small_weights weights{4, 100};
+        testing::gate gate;
+        auto engine =
+            trainer_init(loopback_init_info{.block_before_send = in_sender ? gate.name() : "",
+                                            .block_in_receive = in_sender ? "" : gate.name()},
+                         worker.client, weights);
+        const auto begin = deadline::clock::now();
+        CHECK_THROWS_AS(engine.send_weights({.deadline = deadline::after(500ms)}), timeout_error);
+        CHECK(deadline::clock::now() - begin < 5s);
+        CHECK(worker.table.version() == 0);
+        gate.release();
+        CHECK(engine.send_weights().all_committed());
+        weights.set(0);
+    }
+}
+
+TEST_CASE("an update that the worker refuses stops the data move at once") {
+    local_worker worker{4, 100};
+    small_weights weights{4, 100};
+    testing::gate gate;
+    auto engine =
+        trainer_init(loopback_init_info{.block_before_send = gate.name()}, worker.client, weights);
+    // Another trainer takes the worker over while this one is about to send.
+    std::thread other{[&] {
+        std::this_thread::sleep_for(200ms);
+        local_sync_client client{worker.service};
+        small_weights theirs{4, 100};
+        auto second = trainer_init(loopback_init_info{}, client, theirs);
+        theirs.set(50);
+        CHECK(second.send_weights({.version = 50}).all_committed());
+    }};
+    const auto begin = deadline::clock::now();
+    CHECK_THROWS_AS(engine.send_weights({.deadline = deadline::after(30s)}), error);
+    CHECK(deadline::clock::now() - begin < 20s);
+    other.join();
+    CHECK(worker.table.version() == 50);
+}
+
+TEST_CASE("trainer and worker must list the same parameters") {
+    local_worker worker{4, 100};
+    SUBCASE("another shape") {
+        small_weights weights{4, 101};
+        auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
+        CHECK_THROWS_AS(engine.send_weights(), coverage_error);
+    }
+    SUBCASE("one missing") {
+        small_weights weights{3, 100};
+        auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
+        try {
+            engine.send_weights();
+            FAIL("a parameter was missing");
+        } catch (const coverage_error& caught) {
+            CHECK(caught.context().tensor == "model.layers.1.down.weight");
+        }
+    }
+    SUBCASE("one too many") {
+        small_weights weights{5, 100};
+        auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
+        CHECK_THROWS_AS(engine.send_weights(), coverage_error);
+    }
+    CHECK(worker.table.version() == 0);
+}
+
+TEST_CASE(
+    "events tell the choices, the phases and the commits; without a sink there is nothing to "
+    "call") {
+    local_worker worker;
+    small_weights weights{4, 100};
+    recorder events;
+    auto engine =
+        trainer_init(loopback_init_info{}, worker.client, weights, {}, single_rank{}, events);
+    engine.send_weights();
+    CHECK(events.count(event_kind::chosen, phase::init) >= 1);
+    for (const auto where : {phase::start, phase::update, phase::finish}) {
+        CHECK(events.count(event_kind::phase_begun, where) == 1);
+        CHECK(events.count(event_kind::phase_ended, where) == 1);
+    }
+    CHECK(events.count(event_kind::committed, phase::finish) == 1);
+    auto silent = trainer_init(loopback_init_info{}, worker.client, weights);
+    CHECK(sizeof(silent) < sizeof(engine));
+}
+
+TEST_CASE("what cannot work is refused at init") {
+    local_worker worker;
+    small_weights weights{4, 100};
+    CHECK_THROWS_AS((void)trainer_init(loopback_init_info{.rank = 1}, worker.client, weights),
+                    usage_error);
+    CHECK_THROWS_AS(
+        (void)trainer_init(loopback_init_info{}, worker.client, weights, {.world_sizes = {2}}),
+        mismatch_error);
+    const small_weights nothing{0, 0};
+    CHECK_THROWS_AS((void)trainer_init(loopback_init_info{}, worker.client, nothing), data_error);
+}
