@@ -96,17 +96,17 @@ def check_script(name, command, timeout):
 
 
 def configure(build, environment, options):
+    """Sets the build folder up, again where it is there; files that miss a library are skips, by name."""
     command = ["meson", "setup", build, ROOT, "--wrap-mode=nodownload", "--werror", "-Ddebug=false", *options]
-    if (build / "build.ninja").exists():
-        status, output = run([*command, "--reconfigure"], 300, environment)
-        if status == 0:
-            return True
+    again = ["--reconfigure"] if (build / "build.ninja").exists() else []
+    status, output = run([*command, *again], 300, environment)
+    if status != 0 and again:
         shutil.rmtree(build)
-    elif build.exists():
-        shutil.rmtree(build)
-    status, output = run(command, 300, environment)
+        status, output = run(command, 300, environment)
     if status != 0:
         print(tail(output))
+    for name, needs in re.findall(r"^Message: skipped: (.+?) needs (.+)$", output, re.MULTILINE):
+        totals.skipping(f"{name} [{build.name}]", f"needs {needs}")
     return status == 0
 
 
@@ -291,6 +291,19 @@ def find_nvcc():
     return nvcc, ""
 
 
+def python_with_safetensors():
+    """An interpreter that has the original safetensors library, in an environment of its own; else this one."""
+    environment = BUILDS / "python"
+    interpreter = environment / "bin" / "python"
+    needs = [interpreter, "-c", "import safetensors, numpy"]
+    if interpreter.exists() and run(needs, 60)[0] == 0:
+        return interpreter
+    commands = [[sys.executable, "-m", "venv", "--clear", environment],
+                [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "safetensors", "numpy"],
+                needs]
+    return interpreter if all(run(command, 180)[0] == 0 for command in commands) else sys.executable
+
+
 def gpu_tests():
     heading("tests that need a GPU")
     status, output = run(["nvidia-smi", "-L"], 30) if shutil.which("nvidia-smi") else (1, "")
@@ -339,6 +352,8 @@ def all_tests(arguments):
     check_script("headers", [*python, "tests/headers/check_headers.py", *each, "--jobs", jobs,
                              *(["--nvcc", nvcc] if nvcc else [])], 1200)
     check_script("compile_fail", [*python, "tests/compile_fail/run.py", *each, "--jobs", jobs], 600)
+    if have_gcc:
+        check_script("interop", [python_with_safetensors(), "tests/interop/safetensors_interop.py"], 300)
     check_script("code in the documents", [*python, "scripts/check_snippets.py", *each[:2], "--jobs", jobs], 600)
     if not arguments.quick:
         check_script("install and subproject", [*python, "tests/install/run.py"], 600)

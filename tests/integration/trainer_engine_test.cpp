@@ -210,6 +210,28 @@ TEST_CASE("a data move that hangs ends at the deadline, and the old version stay
     }
 }
 
+TEST_CASE("a stop ends the round at once, and the old version stays") {
+    local_worker worker;
+    small_weights weights{4, 100};
+    testing::gate gate;
+    auto engine =
+        trainer_init(loopback_init_info{.block_in_receive = gate.name()}, worker.client, weights);
+    std::stop_source stop;
+    std::thread stopper{[&] {
+        std::this_thread::sleep_for(100ms);
+        stop.request_stop();
+    }};
+    const auto begin = deadline::clock::now();
+    CHECK_THROWS_AS(
+        engine.send_weights({.deadline = deadline::after(30s), .stop = stop.get_token()}),
+        cancelled_error);
+    CHECK(deadline::clock::now() - begin < 10s);
+    stopper.join();
+    CHECK(worker.table.version() == 0);
+    gate.release();
+    CHECK(engine.send_weights().all_committed());
+}
+
 TEST_CASE("an update that the worker refuses stops the data move at once") {
     local_worker worker{4, 100};
     small_weights weights{4, 100};

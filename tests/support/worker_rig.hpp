@@ -79,13 +79,12 @@ private:
 static_assert(weightwire::explain_weight_sink<obstinate_table>());
 
 /// The trainer's half over a backend: makes the messages and sends the bytes.
-template <class Tag>
+template <class Tag, class Weights = small_weights>
 class trainer_half {
     using traits = weightwire::backend_traits<Tag>;
 
 public:
-    explicit trainer_half(small_weights& weights, int ranks = 1,
-                          typename traits::init_info info = {})
+    explicit trainer_half(Weights& weights, int ranks = 1, typename traits::init_info info = {})
         : weights_{&weights},
           info_{std::move(info)},
           parameters_{weights.metadata()},
@@ -143,7 +142,7 @@ public:
         ++round;
         std::thread side{[this, round = round] {
             try {
-                weightwire::round_of<small_weights> all{*weights_, parameters_};
+                weightwire::round_of<Weights> all{*weights_, parameters_};
                 auto stream = all.stream();
                 for (std::size_t part = 0; part < sender_.parts().size(); ++part) {
                     sender_.send(round, part, stream, soon(), {});
@@ -169,7 +168,7 @@ public:
     std::uint64_t round = 0;
 
 private:
-    small_weights* weights_;
+    Weights* weights_;
     typename traits::init_info info_;
     weightwire::manifest parameters_;
     int ranks_;

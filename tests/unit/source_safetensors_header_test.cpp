@@ -294,7 +294,8 @@ TEST_CASE("safetensors header: limits hold, and a name can be printed") {
 
 TEST_CASE("safetensors header: every prefix of a good file is refused, whatever the cut") {
     const auto file = safetensors_bytes(
-        R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[3],"data_offsets":[8,11]}})",
+        R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
+            "b":{"dtype":"U8","shape":[3],"data_offsets":[8,11]}})",
         11);
     CHECK(refusal_of(file) == "nothing is wrong");
     for (std::size_t length = 0; length < file.size(); ++length) {

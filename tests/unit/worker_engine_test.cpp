@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <future>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -13,6 +15,7 @@
 
 #include <weightwire/core/failure.hpp>
 #include <weightwire/engine/worker_engine.hpp>
+#include <weightwire/sinks/loading_sink.hpp>
 
 #include "../support/worker_rig.hpp"
 
@@ -557,6 +560,124 @@ TEST_CASE("Reset zeroes the weights in one commit and is refused within a sessio
     CHECK(s.rig.serves(4, s.weights));
     s.start(5);
     CHECK(caught([&] { s.rig.engine.reset_weights({}); }).kind == "session");
+}
+
+namespace {
+
+/// A model that can only load, and keeps what it was given.
+struct loading_model {
+    std::map<std::string, std::vector<std::byte>, std::less<>> held;
+    std::size_t loads = 0;
+    void load(std::span<const named_tensor> tensors) {
+        ++loads;
+        for (const auto& [name, tensor, stream] : tensors) {
+            const auto bytes = tensor.bytes();
+            held[std::string{name}].assign(bytes.begin(), bytes.end());
+        }
+    }
+};
+
+/// Weights with one parameter that has no bytes.
+struct weights_with_a_hole {
+    explicit weights_with_a_hole(small_weights& inner) {
+        for (std::size_t i = 0; i < inner.metadata().size(); ++i) {
+            names_.push_back(inner.metadata()[i]);
+            tensors_.push_back(inner.weights()[i]);
+            if (i == 0) {
+                names_.push_back({"model.layers.0.nothing", dtype::f32, {0, 4}});
+                tensors_.push_back({"model.layers.0.nothing", {nullptr, dtype::f32, {0, 4}}});
+            }
+        }
+    }
+    [[nodiscard]] const auto& metadata() const { return names_; }
+    [[nodiscard]] const auto& weights() const { return tensors_; }
+
+private:
+    std::vector<param_meta> names_;
+    std::vector<named_tensor> tensors_;
+};
+
+}  // namespace
+
+TEST_CASE("A model that only loads gets whole layers through its bounce buffer") {
+    small_weights inner{4, 100};
+    weights_with_a_hole weights{inner};
+    loading_model model;
+    loading_sink sink{model, {.buffer_bytes = 1U << 12U}};
+    worker_engine engine{testing::loopback{}, sink};
+    trainer_half<testing::loopback, weights_with_a_hole> trainer{weights};
+    trainer.epoch = engine.init(trainer.init_message(), {}).epoch;
+    for (std::uint64_t version = 1; version <= 2; ++version) {
+        inner.set(version);
+        trainer.session = engine.start(trainer.start_message(version), {}).session;
+        trainer.beside_sending([&] { engine.update(trainer.update_message(), {}); });
+        CHECK(engine.dirty());  // it has no transaction, so it holds a mix
+        engine.finish(trainer.finish_message(version), {});
+        CHECK_FALSE(engine.dirty());
+        CHECK(model.loads == 2 * version);
+        for (std::size_t i = 0; i < 4; ++i) {
+            CHECK(digest_text(digest(model.held[inner.metadata()[i].name])) == inner.digest_of(i));
+        }
+    }
+    inner.set(3);
+    trainer.session = engine.start(trainer.start_message(3), {}).session;
+    trainer.beside_sending([&] { engine.update(trainer.update_message(), {}); });
+    auto corrupt = trainer.finish_message(3);
+    corrupt.digests[4] ^= 1;
+    const auto why = caught([&] { engine.finish(corrupt, {}); });
+    CHECK(why.kind == "integrity");
+    CHECK(why.context.tensor == weights.metadata()[4].name);
+    CHECK(engine.dirty());
+    CHECK(engine.version() == 2);
+}
+
+TEST_CASE("Rounds, questions and take-overs may come from many threads at once") {
+    small_weights weights{4, 200};
+    worker_rig<> rig{weights.metadata(), 2};
+    std::atomic<bool> done{false};
+    std::vector<std::thread> askers;
+    for (int i = 0; i < 2; ++i) {
+        askers.emplace_back([&] {
+            while (!done) {
+                const auto now = rig.engine.status();
+                const auto held = rig.sinks[0]->acquire();
+                if (now.version > 1000 || held.size() != 4 || rig.engine.version() > 1000) {
+                    std::terminate();
+                }
+            }
+        });
+    }
+    std::atomic<int> committed{0};
+    std::vector<std::thread> trainers;
+    for (int i = 0; i < 2; ++i) {
+        trainers.emplace_back([&, i] {
+            small_weights own{4, 200};
+            for (int round = 0; round < 15; ++round) {
+                const auto version = rig.engine.version() + 1 + static_cast<std::uint64_t>(i);
+                own.set(version);
+                hand_driven_trainer trainer{own, 2};
+                committed += caught([&] {
+                    rig.init(trainer);
+                    rig.round(trainer, version);
+                })
+                                 ? 0
+                                 : 1;
+            }
+        });
+    }
+    for (auto& each : trainers) {
+        each.join();
+    }
+    hand_driven_trainer last{weights, 2};
+    weights.set(900);
+    rig.init(last);
+    rig.round(last, 900);
+    done = true;
+    for (auto& each : askers) {
+        each.join();
+    }
+    CHECK(rig.serves(900, weights));
+    CHECK(rig.engine.status().committed == static_cast<std::uint64_t>(committed) + 1);
 }
 
 TEST_CASE("An engine needs a sink for each rank") {

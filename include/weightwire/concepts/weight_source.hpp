@@ -72,7 +72,7 @@ concept HasHeldNames = requires(S& source) {
 };
 
 /// Optional: sizes of the gather groups, in metadata order; without it groups are cut by position
-/// (`plan::layerwise_groups`).
+/// (`plan::group_sizes`).
 template <class S>
 concept HasGroups = requires(S& source) {
     { source.groups() } -> std::ranges::input_range;

@@ -52,14 +52,14 @@ public:
 
     /// Asks every peer who it is; settles the dialect and the ranks.
     /// @throws error a peer cannot be reached or cannot be spoken to.
-    void find(const manifest& parameters, deadline until) {
+    void find(const manifest& parameters, deadline until, const std::stop_token& stop) {
         parameters_ = &parameters;
         peers_.resize(client_.peer_count());
         for (std::size_t i = 0; i < peers_.size(); ++i) {
             peers_[i].info.name = client_.peer_name(i);
         }
         if constexpr (HasRequest<Client>) {
-            read_profiles(wire::probe(client_, until, {}));
+            read_profiles(wire::probe(client_, until, stop));
         } else if (options_.world_sizes.size() != peers_.size()) {
             throw usage_error{
                 "this client cannot ask the servers for their world sizes: give one a peer in "

@@ -102,8 +102,8 @@ public:
         next_version_ = std::max(next_version_, report_.version) + 1;
         run_phase(phase::start, report_.start, until, [&] {
             if (session_) {
-                session_->start(round_, report_.version, options.force, until,
-                                before_update(until));
+                session_->start(round_, report_.version, options.force, until, before_update(until),
+                                options.stop);
             }
         });
         run_phase(phase::update, report_.update, until, [&] { move(until); });

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <optional>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,8 @@ struct trainer_options {
     std::chrono::milliseconds send_budget{300'000};
     /// Most of a round's time that is spent on asking lost peers to take part again.
     std::chrono::milliseconds rejoin_budget{2'000};
+    /// Ends `trainer_init` early, with `cancelled_error`.
+    std::stop_token stop{};
     /// Worker ranks behind each peer. Empty: the servers are asked. Given and asked: they must
     /// agree.
     std::vector<int> world_sizes{};
@@ -37,6 +40,8 @@ struct send_options {
     std::optional<weight_version> version{};
     /// When the round gives up. Default: `trainer_options::send_budget` from now.
     std::optional<weightwire::deadline> deadline{};
+    /// Ends the round early, with `cancelled_error`; workers keep the version they had.
+    std::stop_token stop{};
     /// Allow a version that is not above the worker's.
     bool force = false;
     /// Return a report with failed peers in it as long as one peer committed. Default: throw the

@@ -65,7 +65,8 @@ public:
     /// @throws error the first peer's failure: at init every peer must take part.
     void open(const manifest& parameters, tensor_lifetime lifetime,
               std::span<const tensor_view> stable, deadline until) {
-        init_.find(parameters, until);
+        const auto& stop = options_.stop;
+        init_.find(parameters, until, stop);
         note(init_.native() ? "native wire: every peer offers it for this backend"
                             : "vLLM wire: a peer does not offer the native one");
         auto inits = sender_.prepare({.parameters = parameters,
@@ -84,7 +85,7 @@ public:
         if constexpr (HasDescription<sender_type>) {
             note(sender_.description());
         }
-        open_peers([](const peer_state&) { return true; }, until, /*open_sender=*/true);
+        open_peers([](const peer_state&) { return true; }, until, stop, /*open_sender=*/true);
         if (const auto why = peers_.first_failure()) {
             why.raise();
         }
@@ -102,11 +103,13 @@ public:
     /// Asks lost peers to take part again, then begins a session on every live one.
     /// @param until of the round: workers keep the session open so long.
     /// @param answer_until when a peer that has not answered is left behind.
+    /// @param stop of the round.
     /// @throws error no peer takes part: the first one's failure.
     void start(std::uint64_t round, weight_version version, bool force, deadline until,
-               deadline answer_until) {
+               deadline answer_until, const std::stop_token& stop) {
         round_ = round;
         version_ = version;
+        stop_ = stop;
         rejoin(answer_until);
         for (auto& peer : peers_) {
             peer.bytes = 0;
@@ -119,7 +122,7 @@ public:
                             : std::string{"{}"};
         }
         if (init_.session_routes()) {
-            take(client_.start(peers_.to_live(), answer_until, {}), phase::start,
+            take(client_.start(peers_.to_live(), answer_until, stop), phase::start,
                  [&](peer_state& peer, const std::string& body) {
                      if (init_.native()) {
                          peer.session = wire::decode_start_reply(body).session;
@@ -174,7 +177,7 @@ public:
                            .version = peer.version});
         };
         if (init_.session_routes()) {
-            take(client_.finish(peers_.to_live(), until, {}), phase::finish, committed);
+            take(client_.finish(peers_.to_live(), until, stop_), phase::finish, committed);
         } else {
             for (auto& peer : peers_) {
                 peer.version = peer.live ? version_ : peer.version;
@@ -216,9 +219,13 @@ public:
 private:
     /// Sends init to the peers that `asked` picks, beside the opening of the sender.
     template <class Pick>
-    void open_peers(Pick asked, deadline until, bool open_sender) {
+    void open_peers(Pick asked, deadline until, const std::stop_token& stop, bool open_sender) {
         std::stop_source stop_calls;
         std::stop_source stop_open;
+        const std::stop_callback when_stopped{stop, [&] {
+                                                  stop_calls.request_stop();
+                                                  stop_open.request_stop();
+                                              }};
         std::vector<peer_reply> replies;
         failure control;
         auto job = [&]() noexcept {
@@ -269,7 +276,7 @@ private:
             for (const auto& peer : peers_) {
                 was_lost.push_back(lost(peer));
             }
-            open_peers(lost, until.capped(options_.rejoin_budget), /*open_sender=*/false);
+            open_peers(lost, until.capped(options_.rejoin_budget), stop_, /*open_sender=*/false);
             for (std::size_t i = 0; i < peers_.size(); ++i) {
                 if (was_lost[i] && peers_[i].live) {
                     sender_.restore_peer(i);
@@ -287,6 +294,10 @@ private:
         const auto message = update_message_of(part, index, until);
         stop_data_ = std::stop_source{};
         std::stop_source stop_calls;
+        const std::stop_callback when_stopped{stop_, [&] {
+                                                  stop_calls.request_stop();
+                                                  stop_data_.request_stop();
+                                              }};
         std::vector<peer_reply> replies;
         failure control;
         auto job = [&]() noexcept {
@@ -422,6 +433,7 @@ private:
     std::string_view vllm_body_;
     std::string boot_id_ = boot_id();
     std::stop_source stop_data_;
+    std::stop_token stop_;
     std::uint64_t round_ = 0;
     weight_version version_ = 0;
     side_thread side_;

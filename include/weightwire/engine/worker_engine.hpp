@@ -4,18 +4,14 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <ranges>
-#include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,9 +25,9 @@
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/call_gate.hpp>
 #include <weightwire/engine/session.hpp>
+#include <weightwire/engine/worker_checks.hpp>
 #include <weightwire/engine/worker_session.hpp>
 #include <weightwire/engine/worker_status.hpp>
-#include <weightwire/wire/json_reader.hpp>
 #include <weightwire/wire/native.hpp>
 #include <weightwire/wire/vllm_requests.hpp>
 
@@ -40,13 +36,6 @@
 /// together.
 
 namespace weightwire {
-
-/// `parameters()`: the sink knows its own list. Needed where the trainer does not say at init what
-/// it will send: vLLM's.
-template <class S>
-concept HasParameters = requires(const std::remove_reference_t<S>& sink) {
-    { sink.parameters() } -> std::convertible_to<const manifest&>;
-};
 
 /// Turns protocol calls into committed weights. One sink and one receiver a rank.
 ///
@@ -92,7 +81,7 @@ public:
     /// @throws timeout_error the running call did not leave in time.
     /// @throws what the receivers throw; the epoch has begun all the same.
     wire::native_init_reply init(wire::native_init message, const worker_call& call) {
-        check(message);
+        detail::check_native_init<Tag>(message, world_size());
         const auto until = native_deadline(message.budget_ms);
         sessions_.supersede_running_call();
         turn mine{gate_, turn_kind::take_over, until, call.stop, phase::init};
@@ -179,7 +168,7 @@ public:
     /// @throws unsupported_error the sink does not say what it holds, or ranks hold different
     /// lists.
     void init(const wire::vllm_init& message, const worker_call& call) {
-        require_parameters();
+        detail::require_common_parameters(ranks());
         const auto until = vllm_deadline();
         sessions_.supersede_running_call();
         turn mine{gate_, turn_kind::take_over, until, call.stop, phase::init};
@@ -192,6 +181,8 @@ public:
             open_for_vllm(until, mine);
         });
     }
+    /// @throws unsupported_error runtime names instead of checkpoint names, which only vLLM has.
+    /// @throws session_refused no init, or an open session.
     void start(const wire::vllm_start& message, const worker_call& call) {
         if (!message.is_checkpoint_format) {
             throw unsupported_error{
@@ -249,9 +240,11 @@ public:
         }
         return now;
     }
+    /// The last whole version, as the last commit published it.
     [[nodiscard]] weight_version version() const {
         return board().look([](const worker_status& s) { return s.version; });
     }
+    /// Whether the live weights of a rank are, or may be, a mix.
     [[nodiscard]] bool dirty() const {
         return board().look([](const worker_status& s) { return s.dirty; });
     }
@@ -265,13 +258,14 @@ public:
             return {};
         }
     }
+    /// Where local rank `rank` writes; for its readers.
     [[nodiscard]] Sink& sink(std::size_t rank) const noexcept { return ranks().sink(rank); }
 
     /// Writes zeros to every parameter that updates write, as one commit of the version there is:
     /// what vLLM's weight checker calls reset.
     /// @throws session_refused a session is open.
     void reset_weights(const worker_call& call) {
-        require_parameters();
+        detail::require_common_parameters(ranks());
         const auto until = vllm_deadline();
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::serve};
         sessions_.end_idle_session();
@@ -288,6 +282,7 @@ private:
     [[nodiscard]] static error_context at(phase where) {
         return {.phase = where, .backend = std::string{traits::wire_name}};
     }
+
     // Time.
 
     /// A little before the trainer gives up, so that it still hears why.
@@ -299,59 +294,9 @@ private:
     [[nodiscard]] deadline vllm_deadline() const noexcept {
         return deadline::after(options().vllm_call_budget);
     }
+
     // Checks before anything changes.
 
-    void check(const wire::native_init& message) const {
-        const auto refuse = [&](std::string_view what, std::string_view theirs,
-                                std::string_view ours) {
-            throw mismatch_error{std::string{what} + " differs: the trainer has " +
-                                     std::string{theirs} + ", this worker " + std::string{ours} +
-                                     "; nothing has moved",
-                                 at(phase::init)};
-        };
-        if (message.wire != wire::native_version) {
-            refuse("the wire version", std::to_string(message.wire),
-                   std::to_string(wire::native_version));
-        }
-        if (message.backend != traits::wire_name) {
-            refuse("the backend", message.backend, traits::wire_name);
-        }
-        require_world(message.rank_offset, message.world_size);
-        const auto hash = wire::plan_hash(traits::wire_name, message.world_size, message.parameters,
-                                          message.wire_parameters);
-        if (hash != message.plan_hash) {
-            refuse("the plan hash", digest_text(message.plan_hash), digest_text(hash));
-        }
-    }
-    /// Our ranks are `rank_offset` and following of a group of `world_size`, whose rank 0 sends.
-    void require_world(std::int64_t rank_offset, std::int64_t world_size) const {
-        const auto ours = static_cast<std::int64_t>(ranks().size());
-        if (rank_offset < 1 || rank_offset > world_size - ours) {
-            throw mismatch_error{"this worker's " + std::to_string(ours) +
-                                     " ranks do not fit a group of " + std::to_string(world_size) +
-                                     " from rank " + std::to_string(rank_offset) + " on",
-                                 at(phase::init)};
-        }
-    }
-    /// vLLM's trainer names parameters only as it sends them, so the sinks must know them.
-    void require_parameters() const {
-        if constexpr (HasParameters<Sink>) {
-            const auto& first = sink(0).parameters();
-            for (std::size_t i = 1; i < ranks().size(); ++i) {
-                if (!std::ranges::equal(sink(i).parameters().parameters(), first.parameters())) {
-                    throw unsupported_error{
-                        "the ranks of this worker hold different parameters, which only a native "
-                        "trainer can serve",
-                        at(phase::init)};
-                }
-            }
-        } else {
-            throw unsupported_error{
-                "this worker's sink does not say what it holds, which vLLM's form needs; add a "
-                "member parameters()",
-                at(phase::init)};
-        }
-    }
     /// A native call names its epoch and session always; the session machine takes 0 for vLLM's.
     void require_native(session_key key, phase where) const {
         const auto epoch = sessions_.state().epoch();
@@ -376,6 +321,7 @@ private:
         const bool open = sessions_.state().state() == session_state::active;
         require_initialized(vllm_ != nullptr || (where != phase::start && !open), where);
     }
+    /// @throws session_refused `not_initialized` unless `holds`.
     void require_initialized(bool holds, phase where) const {
         if (!holds) {
             throw session_refused{session_fault::not_initialized,
@@ -383,6 +329,7 @@ private:
         }
     }
 
+    /// @param describe gives the message for the receivers, or throws what ends the session.
     template <class Describe>
     void vllm_update(const std::shared_ptr<const wire::vllm_update_request>& request,
                      const worker_call& call, Describe describe) {
@@ -393,23 +340,12 @@ private:
         sessions_.receive({}, request, until, mine, describe);
         sessions_.keep_session(vllm_deadline().when());
     }
+    /// A receiver reads vLLM's `init_info` itself: only the backend knows its fields.
     void open_for_vllm(deadline until, turn& mine) {
-        const auto [offset, size] = group_of(vllm_->init_info);
+        const auto [offset, size] =
+            detail::vllm_group(vllm_->init_info, world_size(), at(phase::init));
         ranks().open({.wire_parameters = vllm_->init_info}, offset, size, until, mine);
     }
-    /// `rank_offset` and `world_size` where the backend's `init_info` has them.
-    [[nodiscard]] std::pair<int, int> group_of(const std::string& init_info) const {
-        constexpr std::int64_t most = 1 << 20;
-        const wire::json_document document{init_info, "init_info", phase::init};
-        const auto offset = document.root().find("rank_offset");
-        const auto size = document.root().find("world_size");
-        const auto first = offset && !offset->is_null() ? offset->integer(0, most) : 1;
-        const auto alone = first + static_cast<std::int64_t>(ranks().size());
-        const auto count = size && !size->is_null() ? size->integer(0, most) : alone;
-        require_world(first, count);
-        return {static_cast<int>(first), static_cast<int>(count)};
-    }
-
     /// vLLM's trainer calls init once, so after a failed update a one-sided transport is opened
     /// anew from what init said. One that needs the peer cannot be.
     void reopen(deadline until, turn& mine) {
@@ -419,6 +355,8 @@ private:
         open_for_vllm(until, mine);
     }
 
+    /// Between prepared ranks and the commit: does anybody still count on it?
+    /// @throws timeout_error, cancelled_error
     void require_wanted(const worker_call& call, deadline until, const turn& mine) const {
         if (until.expired()) {
             throw timeout_error{
@@ -441,17 +379,23 @@ private:
                 at(phase::finish)};
         }
     }
+    /// A label's number, where it grows and leaves room to grow; else the next one. Snapshots name
+    /// their version, so it must never repeat, whatever the opaque text says.
     [[nodiscard]] weight_version version_of(const std::optional<std::string>& label) const {
+        constexpr weight_version most = std::numeric_limits<weight_version>::max() / 2;
         const auto next = version() + 1;
         weight_version number = 0;
         if (label) {
             const auto* end = label->data() + label->size();
             const auto read = std::from_chars(label->data(), end, number);
-            number = read.ec == std::errc{} && read.ptr == end ? number : 0;
+            const bool usable = read.ec == std::errc{} && read.ptr == end && number <= most;
+            number = usable ? number : 0;
         }
         return std::max(next, number);
     }
 
+    /// A commit outside of any session. The list of the open plan is put back afterwards, so that
+    /// the trainer may go on.
     void zero_and_commit(const manifest& parameters, deadline until, turn& mine) {
         const auto now = version();
         ranks().expect(parameters);

@@ -88,6 +88,7 @@ public:
         }
         open_ = true;
     }
+    /// Lets go of everything of the trainer's. Idempotent.
     void release() noexcept {
         for (auto& rank : ranks_) {
             if (rank.receiver) {
@@ -107,6 +108,7 @@ public:
     }
     [[nodiscard]] const manifest& parameters() const noexcept { return list_.parameters(); }
 
+    /// Asks every sink for its destinations.
     void begin(const session_info& info, deadline until, turn& mine) {
         on_all(mine, [&](std::size_t i) { ranks_[i].session.begin(info, list_, until); });
     }
@@ -149,6 +151,8 @@ public:
         }
         on_all(mine, [&](std::size_t i) { ranks_[i].session.complete(digests, until); });
     }
+    /// After a `complete` that returned: every rank shows the new version. Side by side, since a
+    /// `copy_in` commit copies.
     void commit(weight_version version) noexcept {
         crew_.run([&](std::size_t i) noexcept { ranks_[i].session.commit(version); });
     }
@@ -189,6 +193,7 @@ private:
         crew_.run(work, [&] { mine.request_stop(); });
     }
 
+    /// One rank's share. The times are its own, so that a rank's late thread counts as waiting.
     void receive_on(rank_state& rank, const update_message& message, bool named, deadline until,
                     std::stop_token stop) {
         const auto positions =
@@ -222,6 +227,7 @@ private:
         placed_ = request;
     }
 
+    /// vLLM's request repeats dtype and shape, so they are compared: a receiver writes by them.
     [[nodiscard]] std::size_t position_of(const param_meta& named) const {
         const auto at = parameters().find(named.name);
         if (at == manifest::npos) {

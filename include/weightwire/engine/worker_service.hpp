@@ -13,9 +13,11 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <stop_token>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/concepts/weight_sink.hpp>
@@ -147,6 +149,8 @@ private:
         return static_cast<std::size_t>(found - paths.begin());
     }
 
+    /// Finds the handler. What a handler throws is told as vLLM tells a worker's exception; native
+    /// calls catch their own before.
     http_response answer(std::size_t index, const http_request& request) {
         if (index == route_count) {
             return refuse(404, "Not Found");
@@ -189,6 +193,7 @@ private:
                 return said("Weight update started");
             });
     }
+    /// The content type decides, so that a native update is never parsed as JSON.
     http_response update_weights(const http_request& request) {
         if (media_type(request.content_type) == wire::native_content_type) {
             return as_native([&] {
@@ -220,6 +225,7 @@ private:
 
     // Around them.
 
+    /// A label for weights that came another way; no weight changes.
     http_response update_weight_version(const http_request& request) {
         auto label = wire::parse_update_weight_version(request.body);
         std::string body;
@@ -229,6 +235,7 @@ private:
         engine_->set_label(std::move(label));
         return ok(std::move(body));
     }
+    /// vLLM's member and, beside it, what its opaque string cannot say.
     http_response weight_info(const http_request&) {
         const auto now = engine_->status();
         std::string body;
@@ -239,6 +246,7 @@ private:
         out.key("epoch").integer(now.epoch).end_object().end_object();
         return ok(std::move(body));
     }
+    /// Empty 200; 503 while the weights are a mix, so that a balancer sends nobody here.
     http_response health(const http_request&) {
         const auto now = engine_->status();
         if (now.dirty) {
@@ -247,6 +255,7 @@ private:
         }
         return ok({});
     }
+    /// The offer of the native wire; a vLLM client reads `version` alone.
     http_response version(const http_request&) {
         using traits = backend_traits<typename Engine::backend>;
         wire::native_offer offer{.backends = {std::string{traits::wire_name}},
@@ -271,6 +280,7 @@ private:
                 .body = detail::metrics_text(engine_->status(), paused(), counters_, paths)};
     }
 
+    /// The arguments are query parameters; a body is ignored (vLLM wire section 1.3).
     http_response pause(const http_request& request) {
         const pause_request asked{
             .mode = mode_of(request.query),
@@ -326,6 +336,8 @@ private:
         }
     }
 
+    /// Reads committed memory through snapshots, so that it may run beside an update. Keeps no
+    /// state: the caller holds the baseline.
     http_response weight_checker(const http_request& request) {
         const auto asked = wire::parse_weight_checker(request.body);
         if (asked.action == wire::checker_action::reset) {
@@ -381,6 +393,7 @@ private:
         return {
             .stop = request.stop, .client_waits = request.client_waits, .context = request.context};
     }
+    /// A content type without its parameters.
     [[nodiscard]] static std::string_view media_type(std::string_view content_type) noexcept {
         const auto end = content_type.substr(0, content_type.find(';'));
         return end.substr(0, end.find_last_not_of(' ') + 1);
@@ -423,6 +436,7 @@ private:
         return ok(vllm(parse(request.body)));
     }
 
+    /// Parsed once for all rounds that send the same bytes.
     [[nodiscard]] std::shared_ptr<const wire::vllm_update_request> parsed_update(
         std::string_view body) {
         const std::lock_guard lock{cache_mutex_};

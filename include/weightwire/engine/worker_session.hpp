@@ -77,6 +77,8 @@ public:
                                  : std::max(s.session_ends, until);
         });
     }
+    /// Rolls back a session whose time is over. Nobody watches the clock: whoever calls or asks
+    /// next finds it, and until then an open session costs its trainer's epoch alone.
     void end_idle_session() {
         const bool ended = board_.look([](const worker_status& s) {
             return s.session != 0 && deadline::clock::now() >= s.session_ends;
@@ -151,6 +153,7 @@ public:
         wire::native_update_reply reply;
         try {
             const update_message message = describe();
+            // Told before the first byte: a health check must not see a mix as healthy.
             if constexpr (HasCommitMode<Sink>) {
                 if (ranks_.sink(0).mode() == commit_mode::in_place) {
                     board_.change([](worker_status& s) { s.dirty = true; });
@@ -204,6 +207,7 @@ public:
         tell({.kind = event_kind::committed, .phase = phase::finish, .version = version});
     }
 
+    /// Rolls back every rank and counts why.
     void close_session(std::uint64_t worker_status::*count) {
         ranks_.roll_back();
         publish_sinks();
@@ -212,6 +216,7 @@ public:
             ++(s.*count);
         });
     }
+    /// Reads what the sinks say, in the session's thread, and publishes it.
     void publish_sinks() {
         const bool dirty = ranks_.any_dirty();
         on_session([&](session& s) {

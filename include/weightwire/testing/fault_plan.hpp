@@ -60,7 +60,8 @@ inline constexpr std::array<std::string_view, 11> fault_names{
 /// The exit status of a process that a fault has killed.
 inline constexpr int killed_by_fault = 86;
 
-/// One fault.
+/// One fault. A worker that is spoken to as vLLM's learns neither round nor part: there every
+/// update call counts as a round of one part.
 struct fault_point {
     fault_kind kind = fault_kind::flip_sent_byte;
     std::string tensor{};     ///< where it is about a tensor: its name

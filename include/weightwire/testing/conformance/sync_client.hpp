@@ -206,11 +206,13 @@ public:
         return refused({.bodies = bodies}, "bodies") + refused({.only = only}, "mask entries");
     }
 
-    /// Any route, with its method and query.
+    /// Any route, with its method and query. An update that was given up in an earlier check may
+    /// still arrive meanwhile and does not count.
     [[nodiscard]] std::string requests() {
         static_cast<void>(client_.request("GET", "/a/b?c=1&d=2", {}, soon(), {}));
         for (auto& service : services_) {
-            const auto calls = service.take_calls();
+            auto calls = service.take_calls();
+            std::erase_if(calls, [](const auto& call) { return call.target == "/update_weights"; });
             if (calls.size() != 1 || calls[0].method != "GET" ||
                 calls[0].target != "/a/b?c=1&d=2") {
                 return "request(GET, /a/b?c=1&d=2) arrived as " +
