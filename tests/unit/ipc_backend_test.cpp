@@ -2,11 +2,13 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <random>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -83,6 +85,73 @@ TEST_CASE("ipc is a transport: packed") {
               .packed_buffer_size_bytes = 1'100'003,
               .packed_num_buffers = 3,
               .verify = true});
+}
+
+TEST_CASE("a ring that is exactly full, and gaps that hold nothing, hold nobody up") {
+    using weightwire::dtype;
+    // Tensors that end just before a boundary, tiny ones before large ones, and the reverse.
+    const weightwire::manifest parameters{{{"almost", dtype::u8, {4090}},
+                                           {"full", dtype::u8, {4096}},
+                                           {"tiny", dtype::u8, {1}},
+                                           {"large", dtype::u8, {700'000}},
+                                           {"tiny again", dtype::u8, {3}},
+                                           {"large again", dtype::u8, {699'999}},
+                                           {"small", dtype::u8, {100}},
+                                           {"last", dtype::u8, {700'000}}}};
+    const std::vector<ipc::trainer_init_info> ways{
+        {.staging_bytes = 4096},
+        {.staging_bytes = 4097},
+        {.packed = true, .packed_buffer_size_bytes = 700'000, .packed_num_buffers = 1},
+        {.packed = true, .packed_buffer_size_bytes = 700'000, .packed_num_buffers = 2},
+        {.packed = true, .packed_buffer_size_bytes = 700'001, .packed_num_buffers = 3}};
+    for (const auto& info : ways) {
+        CAPTURE(info.init_message());
+        trainer_half trainer{parameters, travel::window, {1, 1}, info};
+        worker_half one{parameters, 1};
+        worker_half two{parameters, 2};
+        one.open(trainer.wire_parameters(), trainer.inits[0].native);
+        two.open(trainer.wire_parameters(), trainer.inits[1].native);
+        for (std::uint64_t round = 1; round <= 3; ++round) {
+            {
+                const std::jthread first{[&] { one.receive(round); }};
+                const std::jthread second{[&] { two.receive(round); }};
+                trainer.send(round);
+            }
+            CHECK(one.landing.differs(round) == "");
+            CHECK(two.landing.differs(round) == "");
+        }
+    }
+}
+
+TEST_CASE("random tensors pass through random rings") {
+    std::mt19937_64 random{11};
+    for (int i = 0; i < 30; ++i) {
+        CAPTURE(i);
+        std::vector<weightwire::param_meta> list;
+        std::int64_t largest = 1;
+        for (std::uint64_t k = 1 + random() % 20; k > 0; --k) {
+            const auto bits = random() % 20;  // sizes of every order of magnitude
+            const auto bytes = static_cast<std::int64_t>(random() % (std::uint64_t{1} << bits));
+            largest = std::max(largest, bytes);
+            list.push_back({"t" + std::to_string(k), weightwire::dtype::u8, {bytes}});
+        }
+        const weightwire::manifest parameters{std::move(list)};
+        ipc::trainer_init_info info{.staging_bytes = 4096 + random() % 400'000};
+        info.packed = random() % 2 == 0;
+        info.packed_buffer_size_bytes = static_cast<std::uint64_t>(largest) + random() % 1000;
+        info.packed_num_buffers = 1 + random() % 3;
+        CAPTURE(info.init_message());
+        trainer_half trainer{parameters, travel::window, {1}, info};
+        worker_half worker{parameters, 1};
+        worker.open(trainer.wire_parameters(), trainer.inits[0].native);
+        for (std::uint64_t round = 1; round <= 3; ++round) {
+            {
+                const std::jthread receiving{[&] { worker.receive(round); }};
+                trainer.send(round);
+            }
+            REQUIRE(worker.landing.differs(round) == "");
+        }
+    }
 }
 
 TEST_CASE("several worker processes read the same rounds at once, whatever the way") {

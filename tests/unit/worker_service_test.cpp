@@ -123,7 +123,7 @@ TEST_CASE("vLLM's four calls get vLLM's messages") {
     CHECK(info["weightwire"]["version"] == 2);
     CHECK(info["weightwire"]["dirty"] == false);
     CHECK(info["weightwire"]["mode"] == "flip");
-    CHECK(info["weightwire"]["epoch"] == 1);
+    CHECK(info["weightwire"]["epoch"] == rig.engine.status().epoch);
     CHECK(rig.serves(2, weights));
 }
 
@@ -422,6 +422,19 @@ TEST_CASE("A sink that cannot do what a route needs is told so, not faked") {
     CHECK(json_of(ask.get("/weight_info"))["weightwire"]["mode"] == "");
 }
 
+TEST_CASE("A call meant for the process before a restart is stale after it") {
+    small_weights weights{2, 10};
+    worker_rig<> before{weights.metadata()};
+    hand_driven_trainer first{weights};
+    before.init(first);
+    worker_rig<> after{weights.metadata()};
+    hand_driven_trainer second{weights};
+    after.init(second);
+    const caller ask{after.service};
+    CHECK(ask.post("/start_weight_update", wire::encode(first.start_message(1))).status == 409);
+    CHECK(ask.post("/start_weight_update", wire::encode(second.start_message(1))).status == 200);
+}
+
 TEST_CASE("Metrics count what happened") {
     small_weights weights{2, 10};
     worker_rig<> rig{weights.metadata()};
@@ -432,10 +445,11 @@ TEST_CASE("Metrics count what happened") {
     ask.get("/health");
     ask.get("/nowhere");
     ask.post("/pause");
+    const auto epoch = "weightwire_epoch " + std::to_string(rig.engine.status().epoch) + "\n";
     const auto response = ask.get("/metrics");
     CHECK(response.content_type.starts_with("text/plain; version=0.0.4"));
     for (const std::string_view line :
-         {"weightwire_weight_version 6\n", "weightwire_dirty 0\n", "weightwire_epoch 1\n",
+         {"weightwire_weight_version 6\n", "weightwire_dirty 0\n", std::string_view{epoch},
           "weightwire_paused 1\n", "weightwire_sessions_total{outcome=\"committed\"} 1\n",
           "weightwire_sessions_total{outcome=\"failed\"} 0\n",
           "weightwire_received_bytes_total 80\n",

@@ -166,11 +166,14 @@ class session {
 public:
     session() = default;
     /// @param version,dirty what the sinks say at the start.
-    explicit session(weight_version version, bool dirty = false) noexcept
-        : version_{version}, dirty_{dirty} {}
+    /// @param first_epoch of the first init. A worker takes a random one, so that a call meant for
+    /// the process before a restart is stale after it.
+    explicit session(weight_version version, bool dirty = false,
+                     std::uint64_t first_epoch = 1) noexcept
+        : version_{version}, first_epoch_{first_epoch}, dirty_{dirty} {}
 
     [[nodiscard]] session_state state() const noexcept { return state_; }
-    /// Counts inits, from 1; 0 before the first.
+    /// Grows by one an init, from the first epoch; 0 before the first init.
     [[nodiscard]] std::uint64_t epoch() const noexcept { return info_.epoch; }
     /// What sinks are told of the session that is open, or of the last one.
     [[nodiscard]] const session_info& info() const noexcept { return info_; }
@@ -201,7 +204,8 @@ public:
         const auto action =
             state_ == session_state::active ? session_action::rollback : session_action::proceed;
         state_ = session_state::initializing;
-        info_ = {.epoch = info_.epoch + 1, .session = info_.session};
+        info_ = {.epoch = info_.epoch == 0 ? first_epoch_ : info_.epoch + 1,
+                 .session = info_.session};
         return {action};
     }
     /// @returns `rollback` with `taken_over`: release what init opened.
@@ -351,6 +355,7 @@ private:
     session_state state_ = session_state::uninitialized;
     session_info info_{};
     weight_version version_ = 0;
+    std::uint64_t first_epoch_ = 1;
     bool dirty_ = false;
     bool superseded_ = false;
 };

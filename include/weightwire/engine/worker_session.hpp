@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <random>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -41,7 +42,7 @@ public:
     worker_session(const std::vector<Sink*>& sinks, worker_options<Events> options)
         : options_{std::move(options)}, ranks_{sinks} {
         const weight_version loaded = ranks_.sink(0).version();
-        session_ = session{loaded, ranks_.any_dirty()};
+        session_ = session{loaded, ranks_.any_dirty(), random_epoch()};
         board_.change([&](worker_status& s) {
             s.version = loaded;
             s.label = loaded == 0 ? s.label : std::to_string(loaded);
@@ -227,6 +228,12 @@ public:
     }
 
 private:
+    /// Below 2^48, so that every JSON reader keeps it exact; never 0.
+    [[nodiscard]] static std::uint64_t random_epoch() {
+        std::random_device source;
+        return ((std::uint64_t{source()} << 16U) ^ source()) % (std::uint64_t{1} << 48U) + 1;
+    }
+
     void tell(const event& what) noexcept {
         if constexpr (!std::is_same_v<Events, no_events>) {
             options_.events.on(what);

@@ -121,6 +121,7 @@ private:
     void stage(const tensor_view& tensor, progress& at);
     void finish_piece(std::span<std::byte> bytes, std::uint64_t offset, std::uint64_t& sum,
                       const progress& at);
+    void make_room(std::uint64_t needed, progress& at);
     void publish(progress& at) noexcept;
     void wait_until_read(std::uint64_t needed, std::uint64_t comfortable, progress& at);
     bool leave_behind(std::uint64_t position, const progress& at) noexcept;
@@ -346,27 +347,22 @@ inline void sender::announce(const tensor_view& tensor, progress& at) {
 /// Writes a tensor to the ring. Pieces begin at multiples of 64 bytes of the tensor.
 inline void sender::stage(const tensor_view& tensor, progress& at) {
     const auto ring_bytes = layout_.ring_bytes();
+    const auto begin = layout_.begin(at.parameter);
     std::uint64_t sum = 0;
-    at.written = layout_.begin(at.parameter);
     for (std::uint64_t offset = 0; offset < tensor.byte_size();) {
         detail::check_time(at.until, at.stop, [&] { return sending_context(at); });
-        const auto in_ring = at.written % ring_bytes;
+        const auto position = begin + offset;
+        const auto in_ring = position % ring_bytes;
         const auto count =
             std::min({piece_bytes, tensor.byte_size() - offset, ring_bytes - in_ring});
-        if (at.written + count > ring_bytes) {
-            const auto needed = at.written + count - ring_bytes;
-            if (slowest(at) < needed) {
-                publish(at);
-                wait_until_read(
-                    needed, std::max(needed, at.published - std::min(at.published, ring_bytes / 2)),
-                    at);
-            }
+        if (position + count > ring_bytes) {
+            make_room(position + count - ring_bytes, at);
         }
         const std::span<std::byte> bytes{ring_.data() + in_ring, static_cast<std::size_t>(count)};
         shm::gather(bytes, tensor, offset, shm::stores::cached);
         finish_piece(bytes, offset, sum, at);
         offset += count;
-        at.written += count;
+        at.written = position + count;
         if (at.written - at.published >= piece_bytes) {
             publish(at);
         }
@@ -374,6 +370,22 @@ inline void sender::stage(const tensor_view& tensor, progress& at) {
     if (info_.verify) {
         digests_[at.parameter] = digest_finish(sum, tensor.byte_size());
     }
+}
+
+/// Waits until position `needed` has been read, so that what lies below it may be overwritten.
+/// Positions that hold nothing (a gap before an aligned tensor, the rest of a packed buffer) are
+/// never read: when all that was written is read, the whole ring is free.
+inline void sender::make_room(std::uint64_t needed, progress& at) {
+    if (needed > at.published) {
+        publish(at);  // nobody reads what nobody knows of
+    }
+    const auto least = std::min(needed, at.published);
+    if (slowest(at) >= least) {
+        return;
+    }
+    publish(at);
+    const auto half = at.published - std::min(at.published, layout_.ring_bytes() / 2);
+    wait_until_read(least, std::max(least, half), at);
 }
 
 /// Changes, digests and corrupts a piece in the ring, as asked for, while it is still in the cache.
