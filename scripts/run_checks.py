@@ -188,12 +188,12 @@ def count_static(label, build):
             print(f"   static [{label}]: {len(sources) if built else 0} of {len(sources)} files hold", flush=True)
 
 
-def with_gcc(jobs):
+def with_gcc(jobs, programs):
     heading("g++: build")
     build = BUILDS / "gcc"
     environment = {"CC": "gcc", "CXX": "ccache g++" if shutil.which("ccache") else "g++"}
-    if not configure(build, environment, ["-Doptimization=1", "-Dtests=enabled", "-Dexamples=enabled",
-                                          "-Dbenchmarks=enabled"]):
+    if not configure(build, environment, ["-Doptimization=1", "-Dtests=enabled", "-Dfuzz=disabled",
+                                          *programs]):
         totals.failing("configuration [g++]")
         return
     build_all("g++", build, jobs)
@@ -217,8 +217,8 @@ def sanitizer_launcher(clang, sanitizer, folder):
     return None, "an empty program with it does not run here"
 
 
-def with_clang(clang, label, sanitizer, jobs, suites=None, fuzz=False):
-    """Builds with `sanitizer` and runs the suites; with `fuzz` the fuzz targets also."""
+def with_clang(clang, label, sanitizer, jobs, programs, suites=None, fuzz=False):
+    """Builds with `sanitizer` and runs the suites, all or those named; with `fuzz` the fuzz targets also."""
     heading(f"clang with {label}: build")
     with tempfile.TemporaryDirectory() as folder:
         launcher, why = sanitizer_launcher(clang, sanitizer, pathlib.Path(folder))
@@ -229,8 +229,7 @@ def with_clang(clang, label, sanitizer, jobs, suites=None, fuzz=False):
     environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
     # Not optimized: with sanitizers that takes a third of the time to compile, and most tests wait, not compute.
     options = [f"-Db_sanitize={sanitizer}", "-Db_lundef=false", "-Doptimization=0", "-Dcpp_args=-g1",
-               "-Dtests=enabled", "-Dexamples=disabled", "-Dbenchmarks=disabled",
-               "-Dfuzz=auto" if fuzz else "-Dfuzz=disabled"]
+               "-Dtests=enabled", *programs, "-Dfuzz=auto" if fuzz else "-Dfuzz=disabled"]
     if not configure(build, environment, options):
         totals.failing(f"configuration [{label}]")
         return
@@ -329,23 +328,26 @@ def all_tests(arguments):
     python = [sys.executable]
     jobs = arguments.jobs
     check_script("layering", [*python, "tests/headers/layering.py"], 60)
-    have_gcc = shutil.which("g++") and version_of("g++") >= 12
-    if have_gcc:
-        with_gcc(jobs)
-    else:
-        totals.failing("g++", "there is no g++ of 12 or newer")
     clang = arguments.clang or shutil.which("clang++")
     if clang and version_of(clang) < 16:
         clang = None
-    compilers = (["g++"] if have_gcc else []) + ([clang] if clang and not arguments.quick else [])
+    sanitizers = clang and not arguments.quick
+    built = ["-Dexamples=enabled", "-Dbenchmarks=enabled"]
+    left_out = ["-Dexamples=disabled", "-Dbenchmarks=disabled"]
+    have_gcc = shutil.which("g++") and version_of("g++") >= 12
+    if have_gcc:
+        with_gcc(jobs, left_out if sanitizers else built)
+    else:
+        totals.failing("g++", "there is no g++ of 12 or newer")
+    compilers = (["g++"] if have_gcc else []) + ([clang] if sanitizers else [])
     each = [part for compiler in compilers for part in ("--compiler", compiler)]
     if arguments.quick:
         totals.skipping("clang and its sanitizers, fuzz targets, install tests", "--quick")
     elif not clang:
         totals.skipping("clang and its sanitizers, fuzz targets", "there is no clang of 16 or newer")
     else:
-        with_clang(clang, "ASan+UBSan", "address,undefined", jobs, fuzz=True)
-        with_clang(clang, "TSan", "thread", jobs, suites=THREADED)
+        with_clang(clang, "ASan+UBSan", "address,undefined", jobs, built, fuzz=True)
+        with_clang(clang, "TSan", "thread", jobs, left_out, suites=THREADED)
     nvcc, why = find_nvcc()
     if not nvcc:
         totals.skipping("headers as .cu", why)

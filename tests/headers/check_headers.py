@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every public header in two translation units and links them.
 
-The first unit of a header includes that header alone, twice: it needs nothing before it and may come again. The second
-is one unit that includes all headers, the last first: no order is needed. Both are linked into one executable, so a
-function or variable that is not inline is a duplicate symbol.
+With the first compiler every header has a unit of its own that includes it alone, twice: it needs nothing before it and
+may come again. With every compiler one unit includes all headers in order, another in reverse: no order is needed. All
+are linked into one executable, so a function or variable that is not inline is a duplicate symbol.
 
 With an nvcc, the headers that trainer.hpp and worker.hpp may reach (all but http/, adapters/, fmt.hpp and what includes
 them) are also compiled as CUDA sources, one a folder.
@@ -68,7 +68,7 @@ def compile_one(command, source, text):
     return "" if status == 0 else last_lines(output)
 
 
-def check_host_compiler(report, tree, compiler, flags, jobs, work):
+def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
     label = pathlib.Path(compiler[-1]).name
     command = [*compiler, "-std=c++20", "-O0", *WARNINGS, f"-I{tree.include}", "-DFMT_HEADER_ONLY", *flags]
     absent = {}
@@ -83,24 +83,29 @@ def check_host_compiler(report, tree, compiler, flags, jobs, work):
         else:
             present.append(name)
 
-    def alone(name):
-        source = work / (name.replace("/", "__") + ".cpp")
-        return compile_one(command, source, f"#include <{name}>\n#include <{name}>\n")
+    def compiled(job):
+        name, headers = job
+        return compile_one(command, work / name, "".join(f"#include <{header}>\n" for header in headers))
 
-    problems = in_parallel(jobs, alone, present)
-    for name, problem in zip(present, problems):
+    jobs_alone = [(name.replace("/", "__") + ".cpp", [name, name]) for name in present] if alone else []
+    good, units = present, []
+    for name, (unit, _), problem in zip(present, jobs_alone, in_parallel(jobs, compiled, jobs_alone)):
         report.check(f"header {name} [{label}]", problem)
-    good = [name for name, problem in zip(present, problems) if not problem]
-    together = "".join(f"#include <{name}>\n" for name in reversed(good)) + "int main() {}\n"
-    problem = compile_one(command, work / "together.cpp", together)
-    report.check(f"all headers in one unit, in reverse [{label}]", problem)
-    if not problem:
-        # A library's own symbols may stay open: nothing is run.
-        objects = [name.replace("/", "__") + ".cpp.o" for name in good] + ["together.cpp.o"]
-        status, output = run([*compiler, "-pthread", *objects, "-Wl,--unresolved-symbols=ignore-all", "-o", "all"],
-                             cwd=work)
-        report.check(f"no duplicate symbol over {len(objects)} units [{label}]",
-                     last_lines(output) if status else "")
+        if problem:
+            good = [other for other in good if other != name]
+        else:
+            units.append(unit)
+    jobs_all = [("in_order.cpp", good), ("in_reverse.cpp", good[::-1])]
+    for (unit, _), problem in zip(jobs_all, in_parallel(jobs, compiled, jobs_all)):
+        report.check(f"{len(good)} headers in one unit, {unit[:-4].replace('_', ' ')} [{label}]",
+                     problem)
+        if not problem:
+            units.append(unit)
+    (work / "main.cpp").write_text("int main() {}\n")
+    # A library's own symbols may stay open: nothing is run.
+    status, output = run([*compiler, "-pthread", "main.cpp", *(unit + ".o" for unit in units),
+                          "-Wl,--unresolved-symbols=ignore-all", "-o", "all"], cwd=work)
+    report.check(f"no duplicate symbol over {len(units)} units [{label}]", last_lines(output) if status else "")
 
 
 def check_nvcc(report, tree, nvcc, jobs, work):
@@ -162,9 +167,10 @@ def main():
     report = Report()
     tree = Tree(arguments.include.resolve())
     flags = shlex.split(arguments.flags)
-    for compiler in arguments.compiler:
+    for number, compiler in enumerate(arguments.compiler):
         with tempfile.TemporaryDirectory() as work:
-            check_host_compiler(report, tree, shlex.split(compiler), flags, arguments.jobs, pathlib.Path(work))
+            check_host_compiler(report, tree, shlex.split(compiler), flags, arguments.jobs, pathlib.Path(work),
+                                alone=number == 0)
     if arguments.compiler:
         self_test(report, shlex.split(arguments.compiler[0]), flags, arguments.jobs)
     if arguments.nvcc:

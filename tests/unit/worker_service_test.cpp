@@ -448,14 +448,14 @@ TEST_CASE("Metrics count what happened") {
     const auto epoch = "weightwire_epoch " + std::to_string(rig.engine.status().epoch) + "\n";
     const auto response = ask.get("/metrics");
     CHECK(response.content_type.starts_with("text/plain; version=0.0.4"));
-    for (const std::string_view line :
-         {"weightwire_weight_version 6\n", "weightwire_dirty 0\n", std::string_view{epoch},
-          "weightwire_paused 1\n", "weightwire_sessions_total{outcome=\"committed\"} 1\n",
-          "weightwire_sessions_total{outcome=\"failed\"} 0\n",
-          "weightwire_received_bytes_total 80\n",
-          "weightwire_http_requests_total{route=\"/health\",status=\"200\"} 1\n",
-          "weightwire_http_requests_total{route=\"other\",status=\"404\"} 1\n",
-          "# TYPE weightwire_last_update_seconds gauge\n"}) {
+    for (const std::string_view line : std::initializer_list<std::string_view>{
+             "weightwire_weight_version 6\n", "weightwire_dirty 0\n", epoch,
+             "weightwire_paused 1\n", "weightwire_sessions_total{outcome=\"committed\"} 1\n",
+             "weightwire_sessions_total{outcome=\"failed\"} 0\n",
+             "weightwire_received_bytes_total 80\n",
+             "weightwire_http_requests_total{route=\"/health\",status=\"200\"} 1\n",
+             "weightwire_http_requests_total{route=\"other\",status=\"404\"} 1\n",
+             "# TYPE weightwire_last_update_seconds gauge\n"}) {
         CAPTURE(line);
         CHECK(has(response.body, line));
     }
