@@ -127,6 +127,21 @@ def build_all(name, build, jobs, targets=(), timeout=1500):
     return False
 
 
+def remarks_in(output):
+    """Names of the test cases with an error; and {name: why} of those that say MESSAGE("skipped: why") and return, which
+    doctest counts as passed."""
+    failed, skipped, test_case = {}, {}, ""
+    for line in output.splitlines():
+        named, why = re.match(r"TEST CASE:\s*(.+)$", line), re.search(r": MESSAGE: skipped: (.+)$", line)
+        if named:
+            test_case = named.group(1)
+        elif why:
+            skipped[test_case] = why.group(1)
+        elif re.search(r": (FATAL )?ERROR: ", line):
+            failed[test_case] = True
+    return list(failed), skipped
+
+
 def run_suite(label, executable, timeout, environment=None, launcher=()):
     """One doctest executable; its test cases are counted."""
     name = f"{executable.name} [{label}]"
@@ -136,19 +151,16 @@ def run_suite(label, executable, timeout, environment=None, launcher=()):
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:  # tests run from any directory
         status, output = run([*launcher, executable], timeout, environment, folder)
-    found = SUMMARY.search(output)
-    for line in output.splitlines():
-        skip = LINE.match(line)
-        if skip and skip.group(1) == "SKIP":
-            what, _, why = skip.group(2).partition(": ")
-            totals.skipping(f"{what} [{label}]", why)
-    if not found:
+    summaries = SUMMARY.findall(output)
+    named, skipped = remarks_in(output)
+    for test_case, why in skipped.items():
+        totals.skipping(f"{test_case} [{label}]", why)
+    if not summaries:
         print(tail(output))
         totals.failing(name, f"ended with status {status} before its summary")
         return
-    total, passed, failed = (int(number) for number in found.groups())
-    totals.passing(passed)
-    named = list(dict.fromkeys(re.findall(r"^TEST CASE:\s*(.+)$", output, re.MULTILINE)))
+    total, passed, failed = (int(number) for number in summaries[-1])
+    totals.passing(passed - len(skipped))
     for number in range(failed):
         totals.failing(f"{name}: {named[number] if number < len(named) else 'another test case'}", "see below")
     if status != 0 and not failed:
@@ -223,7 +235,7 @@ def with_clang(clang, label, sanitizer, jobs, programs, suites=None, fuzz=False)
     with tempfile.TemporaryDirectory() as folder:
         launcher, why = sanitizer_launcher(clang, sanitizer, pathlib.Path(folder))
     if launcher is None:
-        totals.skipping(f"tests with {label}", why)
+        totals.skipping(f"everything with {label}", why)
         return
     build = BUILDS / label.lower().replace("+", "-")
     environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
@@ -351,7 +363,8 @@ def all_tests(arguments):
     nvcc, why = find_nvcc()
     if not nvcc:
         totals.skipping("headers as .cu", why)
-    check_script("headers", [*python, "tests/headers/check_headers.py", *each, "--jobs", jobs,
+    cached = [f"ccache {part}" if shutil.which("ccache") and part in compilers else part for part in each]
+    check_script("headers", [*python, "tests/headers/check_headers.py", *cached, "--jobs", jobs,
                              *(["--nvcc", nvcc] if nvcc else [])], 1200)
     check_script("compile_fail", [*python, "tests/compile_fail/run.py", *each, "--jobs", jobs], 600)
     if have_gcc:

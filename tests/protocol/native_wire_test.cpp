@@ -51,6 +51,8 @@ native_init golden_init() {
             .rank_offset = 3,
             .world_size = 5,
             .plan_hash = golden_plan_hash,
+            .trainer = 0xab,
+            .take_over = true,
             .budget_ms = 60000,
             .parameters = golden_parameters(),
             .wire_parameters = R"({"packed": true,"ring":2})",

@@ -40,6 +40,11 @@ public:
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(remaining()).count();
         return static_cast<int>(std::min<long long>(left, cap));
     }
+    /// `more` after this one; the last instant of the clock where that is beyond it.
+    [[nodiscard]] deadline later(clock::duration more) const noexcept {
+        return deadline{more > clock::time_point::max() - when_ ? clock::time_point::max()
+                                                                : when_ + more};
+    }
     /// The earlier of this one and `budget` from now: a part's own limit inside the whole.
     [[nodiscard]] deadline capped(clock::duration budget) const noexcept {
         return std::min(*this, after(budget));

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -39,6 +40,12 @@ public:
             busy_ = true;
         }
         changed_.notify_all();
+    }
+
+    /// Blocks until the job has returned, or `until`. Returns whether it has.
+    [[nodiscard]] bool wait_until(std::chrono::steady_clock::time_point until) {
+        std::unique_lock lock{mutex_};
+        return changed_.wait_until(lock, until, [this] { return !busy_; });
     }
 
     /// Blocks until the job has returned; at once when there is none.

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
+#include <random>
 #include <span>
 #include <stop_token>
 #include <string>
@@ -41,6 +42,8 @@ namespace weightwire::detail {
 template <class Tag, class Client>
 class peer_init {
     using traits = backend_traits<Tag>;
+    /// As the native wire allows.
+    static constexpr std::int64_t largest_world = std::int64_t{1} << 20U;
 
 public:
     peer_init(Client& client, peer_table& peers, const trainer_options& options,
@@ -159,28 +162,40 @@ private:
     }
 
     void assign_ranks() {
-        int next_rank = 1;
+        if (!options_.world_sizes.empty()) {
+            check_given();
+        }
+        std::int64_t next_rank = 1;
         for (std::size_t i = 0; i < peers_.size(); ++i) {
             auto& info = peers_[i].info;
-            if (!options_.world_sizes.empty()) {
-                check_given(i, info);
-            }
-            info.rank_offset = next_rank;
+            info.rank_offset = static_cast<int>(next_rank);
             info.native = native_;
             next_rank += info.world_size;
+            if (next_rank > largest_world) {
+                throw usage_error{"the peers have more than 2^20 worker ranks",
+                                  {.phase = phase::init, .peer = info.name}};
+            }
         }
-        world_size_ = next_rank;
+        world_size_ = static_cast<int>(next_rank);
     }
 
-    void check_given(std::size_t i, peer_info& info) const {
-        const int given = i < options_.world_sizes.size() ? options_.world_sizes[i] : 0;
-        if (HasRequest<Client> && given != info.world_size) {
-            throw mismatch_error{"the server has " + std::to_string(info.world_size) + " ranks, " +
-                                     std::to_string(given) +
-                                     " were given in trainer_options::world_sizes",
-                                 {.phase = phase::init, .peer = info.name}};
+    void check_given() {
+        const auto& given = options_.world_sizes;
+        if (given.size() != peers_.size()) {
+            throw usage_error{"trainer_options::world_sizes has " + std::to_string(given.size()) +
+                                  " entries for " + std::to_string(peers_.size()) + " peers",
+                              {.phase = phase::init}};
         }
-        info.world_size = given;
+        for (std::size_t i = 0; i < peers_.size(); ++i) {
+            auto& info = peers_[i].info;
+            if (given[i] < 1 || (HasRequest<Client> && given[i] != info.world_size)) {
+                throw mismatch_error{"the server has " + std::to_string(info.world_size) +
+                                         " ranks, " + std::to_string(given[i]) +
+                                         " were given in trainer_options::world_sizes",
+                                     {.phase = phase::init, .peer = info.name}};
+            }
+            info.world_size = given[i];
+        }
     }
 
     [[nodiscard]] bool wants_next_form(const peer_state& peer, std::size_t form,
@@ -202,6 +217,8 @@ private:
                                               .rank_offset = peer.info.rank_offset,
                                               .world_size = world_size_,
                                               .plan_hash = plan_hash_,
+                                              .trainer = trainer_,
+                                              .take_over = peer.epoch == 0,
                                               .budget_ms = budget_ms(until),
                                               .parameters = *parameters_,
                                               .wire_parameters = wire_parameters_,
@@ -227,6 +244,12 @@ private:
         }
     }
 
+    /// Tells this engine's inits from another trainer's.
+    [[nodiscard]] static std::uint64_t random_name() {
+        std::random_device source;
+        return (std::uint64_t{source()} << 32U) | source();
+    }
+
     Client& client_;
     peer_table& peers_;
     const trainer_options& options_;
@@ -234,6 +257,7 @@ private:
     const manifest* parameters_ = nullptr;
     std::string first_foreign_;
     std::uint64_t plan_hash_ = 0;
+    std::uint64_t trainer_ = random_name();
     int world_size_ = 1;
     bool native_ = false;
     bool session_routes_ = true;

@@ -99,10 +99,11 @@ public:
 
     /// Takes a peer out of the round and keeps why. Not for use while a control call is under way.
     void lose(std::size_t i, failure why) {
-        peers_[i].live = false;
-        peers_[i].taken_over =
-            peers_[i].taken_over || (why.kind == "session" && why.context.native_code == 409);
-        peers_[i].error = std::move(why);
+        auto& peer = peers_[i];
+        peer.live = false;
+        peer.taken_over =
+            peer.taken_over || (why.kind == "session" && why.context.native_code == 409);
+        peer.error = std::move(why);
     }
 
     /// The first failure that peers brought into this round.

@@ -115,22 +115,27 @@ namespace detail {
 
 }  // namespace detail
 
+/// A failure and the trainer rank that it happened on.
+struct rank_failure {
+    failure what{};
+    int rank = 0;
+    explicit operator bool() const noexcept { return static_cast<bool>(what); }
+};
+
 /// Every rank's failure, or none; returns the one of the lowest rank that has one, the same on
-/// every rank, with that rank in its context. Collective.
+/// every rank. Collective.
 /// @throws what the group throws; protocol_error when another rank sends something else.
 template <TrainerGroup Group>
-[[nodiscard]] failure agree(Group& group, const failure& mine, deadline until) {
+[[nodiscard]] rank_failure agree(Group& group, const failure& mine, deadline until) {
     if (group.size() == 1) {
-        return mine;
+        return {mine, 0};
     }
     const auto all = group.all_gather(detail::dump(detail::to_json(mine)), until);
     for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
         try {
-            auto theirs = detail::failure_from_json(
-                nlohmann::json::parse(all[static_cast<std::size_t>(rank)]));
-            if (theirs) {
-                theirs.context.rank = theirs.context.rank < 0 ? rank : theirs.context.rank;
-                return theirs;
+            const auto text = nlohmann::json::parse(all[static_cast<std::size_t>(rank)]);
+            if (auto theirs = detail::failure_from_json(text)) {
+                return {std::move(theirs), rank};
             }
         } catch (const nlohmann::json::exception& caught) {
             detail::raise_garbled(rank, caught);
@@ -164,7 +169,8 @@ void require_equal(Group& group, std::uint64_t hash, std::string_view what, dead
         if (all[rank] != all.front()) {
             throw mismatch_error{
                 "the " + std::string{what} + " differs between trainer ranks: " + all.front() +
-                    " on rank 0, " + all[rank] + " here; every rank must list the same parameters",
+                    " on rank 0, " + all[rank] + " on rank " + std::to_string(rank) +
+                    "; every rank must list the same parameters",
                 {.phase = phase::init, .rank = static_cast<int>(rank)}};
         }
     }

@@ -21,6 +21,7 @@ namespace weightwire {
 enum class peer_status : std::uint8_t {
     committed,  ///< serves the new version
     failed,     ///< did not commit; serves the version it had, or is dirty
+    unknown,    ///< was asked to commit and gave no answer: may serve either version, whole
     left_out,   ///< was lost before the round and could not be reached again
 };
 
@@ -29,6 +30,7 @@ enum class peer_status : std::uint8_t {
     switch (value) {
         case peer_status::committed: return "committed";
         case peer_status::failed: return "failed";
+        case peer_status::unknown: return "unknown";
         case peer_status::left_out: return "left out";
     }
     return "unknown";

@@ -61,23 +61,25 @@ public:
           source_{std::forward<Source>(source)},
           group_{std::forward<Group>(group)},
           events_{std::forward<Events>(events)},
-          options_{std::move(options)},
-          parameters_{collect_metadata(), options_.set_name} {
+          options_{std::move(options)} {
         const auto until = deadline::after(options_.init_budget);
-        if (info.rank != group_.rank()) {
-            throw usage_error{"the init info says rank " + std::to_string(info.rank) +
-                                  ", the trainer group rank " + std::to_string(group_.rank()),
-                              {.phase = phase::init}};
-        }
-        if (parameters_.total_bytes() == 0) {
-            throw data_error{"the source has no bytes to send", {.phase = phase::init}};
-        }
+        together(phase::init, until, [&] {
+            if (info.rank != group_.rank()) {
+                throw usage_error{"the init info says rank " + std::to_string(info.rank) +
+                                      ", the trainer group rank " + std::to_string(group_.rank()),
+                                  {.phase = phase::init}};
+            }
+            parameters_ = manifest{collect_metadata(), options_.set_name};
+            if (parameters_.total_bytes() == 0) {
+                throw data_error{"the source has no bytes to send", {.phase = phase::init}};
+            }
+        });
         require_equal(group_, parameters_.hash(), "list of parameters", until);
         together(phase::init, until, [&] {
-            const auto stable = collect_stable();
+            collect_stable();
             if (group_.rank() == 0) {
                 session_.emplace(info, client_, events_, options_);
-                session_->open(parameters_, lifetime_of<Source>(), stable, until);
+                session_->open(parameters_, lifetime_of<Source>(), stable_, until);
                 next_version_ = session_->next_version();
             }
         });
@@ -98,12 +100,10 @@ public:
     sync_report send_weights(const send_options& options = {}) {
         const auto until = options.deadline.value_or(deadline::after(options_.send_budget));
         const auto begin = deadline::clock::now();
-        report_ = {.version = options.version.value_or(next_version_), .round = ++round_};
-        next_version_ = std::max(next_version_, report_.version) + 1;
+        report_ = {.round = ++round_};
         run_phase(phase::start, report_.start, until, [&] {
             if (session_) {
-                session_->start(round_, report_.version, options.force, until, before_update(until),
-                                options.stop);
+                start(options, until);
             }
         });
         run_phase(phase::update, report_.update, until, [&] { move(until); });
@@ -116,6 +116,7 @@ public:
         });
         report_.total_seconds = detail::seconds_since(begin);
         report_ = agree(group_, std::move(report_), after_peers(until));
+        next_version_ = std::max(next_version_, report_.version + 1);
         const auto failed = report_.first_failure();
         if (failed && (report_.committed() == 0 || !options.tolerate_failed_peers)) {
             failed.raise();
@@ -152,16 +153,24 @@ private:
     }
 
     /// For a source of stable addresses: where its tensors are. One pass, on every rank.
-    [[nodiscard]] std::vector<tensor_view> collect_stable() {
-        std::vector<tensor_view> out;
+    void collect_stable() {
         if constexpr (lifetime_of<Source>() == tensor_lifetime::stable) {
             round_of<source_type> round{source_, parameters_};
             auto stream = round.stream();
             while (const auto* entry = stream.next()) {
-                out.push_back(entry->tensor);
+                stable_.push_back(entry->tensor);
             }
         }
-        return out;
+    }
+
+    /// Lost peers first: one that comes back may be ahead of our counter.
+    void start(const send_options& options, deadline until) {
+        const auto answer_until = before_update(until);
+        session_->rejoin(answer_until, options.stop);
+        report_.version =
+            options.version.value_or(std::max(next_version_, session_->next_version()));
+        next_version_ = std::max(next_version_, report_.version) + 1;
+        session_->start(round_, report_.version, options.force, until, answer_until);
     }
 
     /// The data move: the sender reads the source; the other ranks advance theirs. A failed rank
@@ -220,18 +229,35 @@ private:
             mine = failure::current(where);
             thrown = std::current_exception();
         }
-        const auto first = agree(group_, mine, after_peers(until));
+        rank_failure first;
+        try {
+            first = agree(group_, mine, after_peers(until));
+        } catch (...) {
+            // The group is broken; what happened here is worth more than that.
+            give_up(mine ? mine : failure::current(where));
+            if (thrown) {
+                std::rethrow_exception(thrown);
+            }
+            throw;
+        }
         if (!first) {
             return;
         }
-        if (session_) {
-            session_->abandon(first);
-            note_outcomes();
-        }
-        if (thrown && (group_.size() == 1 || first.context.rank == group_.rank())) {
+        give_up(first.what);
+        if (thrown && first.rank == group_.rank()) {
             std::rethrow_exception(thrown);
         }
-        first.raise();
+        if (first.what.context.rank < 0) {
+            first.what.context.rank = first.rank;
+        }
+        first.what.raise();
+    }
+
+    void give_up(const failure& why) {
+        if (session_) {
+            session_->abandon(why);
+            note_outcomes();
+        }
     }
 
     void note_outcomes() {
@@ -244,7 +270,7 @@ private:
     /// Peers are waited for until the deadline, ranks a little longer: a rank whose peer timed out
     /// still tells it.
     [[nodiscard]] static deadline after_peers(deadline until) noexcept {
-        return deadline::at(until.when() + std::chrono::seconds{2});
+        return until.later(std::chrono::seconds{2});
     }
 
     /// A peer that hangs in the start costs a quarter of the time, and leaves the others the rest.
@@ -266,6 +292,7 @@ private:
     [[no_unique_address]] Events events_;
     trainer_options options_;
     manifest parameters_;
+    std::vector<tensor_view> stable_;
     std::optional<session_type> session_;
     sync_report report_{};
     std::uint64_t round_ = 0;

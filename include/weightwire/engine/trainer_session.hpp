@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -19,6 +20,7 @@
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/detail/side_thread.hpp>
+#include <weightwire/detail/tell.hpp>
 #include <weightwire/engine/peer_init.hpp>
 #include <weightwire/engine/peer_table.hpp>
 #include <weightwire/engine/trainer_options.hpp>
@@ -29,19 +31,6 @@
 /// other ranks.
 
 namespace weightwire::detail {
-
-/// Tells the event sink, when there is one.
-template <class Events>
-void tell(Events& events, const event& what) noexcept {
-    if constexpr (!std::is_same_v<std::remove_cvref_t<Events>, no_events>) {
-        events.on(what);
-    }
-}
-
-/// Seconds since `begin`.
-[[nodiscard]] inline double seconds_since(deadline::clock::time_point begin) noexcept {
-    return std::chrono::duration<double>(deadline::clock::now() - begin).count();
-}
 
 /// The sender's side of the four phases towards all peers. One thread at a time.
 template <class Tag, class Client, class Events>
@@ -100,17 +89,41 @@ public:
         return highest + 1;
     }
 
-    /// Asks lost peers to take part again, then begins a session on every live one.
+    /// Init again for peers that a round lost: they may have been restarted, or hold a session that
+    /// we left open.
+    /// @param until also when a peer that has not answered is left behind.
+    /// @param stop of the round that begins.
+    void rejoin(deadline until, const std::stop_token& stop) {
+        stop_ = stop;
+        if constexpr (HasDropPeer<sender_type>) {
+            const auto lost = [](const peer_state& peer) { return !peer.live && !peer.taken_over; };
+            if (!init_.native() || std::none_of(peers_.begin(), peers_.end(), lost)) {
+                return;
+            }
+            std::vector<bool> was_lost;
+            for (const auto& peer : peers_) {
+                was_lost.push_back(lost(peer));
+            }
+            open_peers(lost, until.capped(options_.rejoin_budget), stop_, /*open_sender=*/false);
+            for (std::size_t i = 0; i < peers_.size(); ++i) {
+                if (was_lost[i] && peers_[i].live) {
+                    tell(events_, {.kind = event_kind::peer_rejoined,
+                                   .phase = phase::init,
+                                   .peer = peers_[i].info.name});
+                }
+            }
+        }
+    }
+
+    /// Begins a session on every live peer.
     /// @param until of the round: workers keep the session open so long.
     /// @param answer_until when a peer that has not answered is left behind.
-    /// @param stop of the round.
     /// @throws error no peer takes part: the first one's failure.
     void start(std::uint64_t round, weight_version version, bool force, deadline until,
-               deadline answer_until, const std::stop_token& stop) {
+               deadline answer_until) {
         round_ = round;
         version_ = version;
-        stop_ = stop;
-        rejoin(answer_until);
+        tell_sender();
         for (auto& peer : peers_) {
             peer.bytes = 0;
             peer.data_seconds = 0;
@@ -122,7 +135,7 @@ public:
                             : std::string{"{}"};
         }
         if (init_.session_routes()) {
-            take(client_.start(peers_.to_live(), answer_until, stop), phase::start,
+            take(client_.start(peers_.to_live(), answer_until, stop_), phase::start,
                  [&](peer_state& peer, const std::string& body) {
                      if (init_.native()) {
                          peer.session = wire::decode_start_reply(body).session;
@@ -199,9 +212,7 @@ public:
     [[nodiscard]] std::vector<peer_outcome> outcomes() {
         std::vector<peer_outcome> out;
         for (auto& peer : peers_) {
-            const auto status = peer.live                                 ? peer_status::committed
-                                : peer.error.context.phase == phase::init ? peer_status::left_out
-                                                                          : peer_status::failed;
+            const auto status = status_of(peer);
             out.push_back({.peer = peer.info.name,
                            .world_size = peer.info.world_size,
                            .status = status,
@@ -217,6 +228,17 @@ public:
     [[nodiscard]] int world_size() const noexcept { return init_.world_size(); }
 
 private:
+    [[nodiscard]] static peer_status status_of(const peer_state& peer) noexcept {
+        if (peer.live) {
+            return peer_status::committed;
+        }
+        const auto where = peer.error.context.phase;
+        const bool silent = peer.error.context.native_code == 0;
+        return where == phase::init               ? peer_status::left_out
+               : where == phase::finish && silent ? peer_status::unknown
+                                                  : peer_status::failed;
+    }
+
     /// Sends init to the peers that `asked` picks, beside the opening of the sender.
     template <class Pick>
     void open_peers(Pick asked, deadline until, const std::stop_token& stop, bool open_sender) {
@@ -264,25 +286,15 @@ private:
         }
     }
 
-    /// Init again for peers that a round lost: they may have been restarted, or hold a session that
-    /// we left open.
-    void rejoin(deadline until) {
+    /// The sender waits for the live peers and no others. It may have left one behind that answered
+    /// in time all the same; peers that were lost between rounds it does not know of.
+    void tell_sender() {
         if constexpr (HasDropPeer<sender_type>) {
-            const auto lost = [](const peer_state& peer) { return !peer.live && !peer.taken_over; };
-            if (!init_.native() || std::none_of(peers_.begin(), peers_.end(), lost)) {
-                return;
-            }
-            std::vector<bool> was_lost;
-            for (const auto& peer : peers_) {
-                was_lost.push_back(lost(peer));
-            }
-            open_peers(lost, until.capped(options_.rejoin_budget), stop_, /*open_sender=*/false);
             for (std::size_t i = 0; i < peers_.size(); ++i) {
-                if (was_lost[i] && peers_[i].live) {
+                if (peers_[i].live) {
                     sender_.restore_peer(i);
-                    tell(events_, {.kind = event_kind::peer_rejoined,
-                                   .phase = phase::init,
-                                   .peer = peers_[i].info.name});
+                } else {
+                    sender_.drop_peer(i);
                 }
             }
         }
@@ -293,6 +305,7 @@ private:
                         deadline until) {
         const auto message = update_message_of(part, index, until);
         stop_data_ = std::stop_source{};
+        answered_ = 0;
         std::stop_source stop_calls;
         const std::stop_callback when_stopped{stop_, [&] {
                                                   stop_calls.request_stop();
@@ -311,6 +324,7 @@ private:
         side_.start(job);
         failure data;
         std::exception_ptr thrown;
+        const auto begin = deadline::clock::now();
         try {
             sender_.send(round_, index, stream, until, stop_data_.get_token());
         } catch (...) {
@@ -318,9 +332,14 @@ private:
             thrown = std::current_exception();
             stop_calls.request_stop();
         }
+        const bool hurried =
+            !data && !side_.wait_until(grace_after(begin, until)) && hurry(stop_calls);
         side_.wait();
         if (control) {
             control.raise();
+        }
+        if (hurried) {
+            blame_the_slow(replies);
         }
         const bool stopped_by_us = stop_calls.stop_requested();
         take(replies, phase::update, [&](peer_state& peer, const std::string& body) {
@@ -335,6 +354,35 @@ private:
         }
         if (data || !stopped_by_us) {
             require_live();
+        }
+    }
+
+    /// All that the sender waited for have read everything, so their answers are on the way: at
+    /// most as long again as the data took, or two seconds.
+    [[nodiscard]] static deadline::clock::time_point grace_after(deadline::clock::time_point begin,
+                                                                 deadline until) noexcept {
+        const auto now = deadline::clock::now();
+        const auto grace =
+            std::max<deadline::clock::duration>(std::chrono::seconds{2}, now - begin);
+        return std::min(until.when(), deadline::after(grace).when());
+    }
+
+    /// Stops waiting for peers that the sender has left behind, once another has answered.
+    [[nodiscard]] bool hurry(std::stop_source& stop_calls) noexcept {
+        const bool possible = HasDropPeer<sender_type> && init_.native() && answered_ != 0;
+        if (possible) {
+            stop_calls.request_stop();
+        }
+        return possible;
+    }
+
+    /// Their calls were cancelled by us, because they took too long.
+    static void blame_the_slow(std::vector<peer_reply>& replies) {
+        for (auto& reply : replies) {
+            if (reply.answer.fault == reply_fault::cancelled) {
+                reply.answer.fault = reply_fault::timed_out;
+                reply.answer.fault_text = "the other peers had taken the data and answered";
+            }
         }
     }
 
@@ -367,6 +415,9 @@ private:
     /// A peer's reply to the update call, as soon as it is known; may come from another thread.
     static void on_reply(void* context, std::size_t i, const peer_reply& reply) noexcept {
         auto& self = *static_cast<trainer_session*>(context);
+        if (reply.ok()) {
+            ++self.answered_;
+        }
         if (reply.ok() || reply.answer.fault == reply_fault::left_out) {
             return;
         }
@@ -434,6 +485,7 @@ private:
     std::string boot_id_ = boot_id();
     std::stop_source stop_data_;
     std::stop_token stop_;
+    std::atomic<std::size_t> answered_{0};  ///< peers that have answered the update call
     std::uint64_t round_ = 0;
     weight_version version_ = 0;
     side_thread side_;

@@ -101,6 +101,7 @@ struct curl_exchange {
     /// Drives the transfer to its end. A transfer that has not ended is removed, which closes its
     /// connection.
     [[nodiscard]] http_answer run(deadline until, const std::stop_token& stop) {
+        const forget_error_text at_end{easy};
         const std::stop_callback wake{stop, [this] { curl_multi_wakeup(multi); }};
         if (stop.stop_requested()) {
             return failed(reply_fault::cancelled, "stopped before the request was sent");
@@ -113,11 +114,16 @@ struct curl_exchange {
         }
         drive(until, stop);
         curl_multi_remove_handle(multi, easy);
-        curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, nullptr);
         return std::move(answer);
     }
 
 private:
+    /// The handle outlives this exchange, the buffer does not.
+    struct forget_error_text {
+        CURL* easy;
+        ~forget_error_text() { curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, nullptr); }
+    };
+
     void drive(deadline until, const std::stop_token& stop) {
         auto silent_until = silence_limit();
         curl_off_t moved = 0;

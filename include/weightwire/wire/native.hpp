@@ -41,6 +41,10 @@ struct native_init {
     int world_size = 2;
     std::uint64_t plan_hash =
         0;  ///< `plan_hash` over all of this; the worker computes its own and compares
+    std::uint64_t trainer = 0;  ///< names the trainer engine that sends it
+    /// Whether to take the worker from another trainer. False when an engine asks a worker that it
+    /// lost to take part again: refused as stale if another trainer has come since.
+    bool take_over = true;
     std::int64_t budget_ms = 0;     ///< time the trainer will wait for this call
     manifest parameters{};          ///< set name, names, dtypes, shapes
     std::string wire_parameters{};  ///< JSON object of the trainer's init info, in the plan hash

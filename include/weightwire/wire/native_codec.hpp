@@ -250,6 +250,8 @@ inline std::string encode(const native_init& message) {
     out.key("rank_offset").integer(message.rank_offset);
     out.key("world_size").integer(message.world_size);
     out.key("plan_hash").string(digest_text(message.plan_hash));
+    out.key("trainer").string(digest_text(message.trainer));
+    out.key("take_over").boolean(message.take_over);
     out.key("budget_ms").integer(message.budget_ms);
     detail::require_name(message.parameters.set_name());
     out.key("set").string(message.parameters.set_name());
@@ -270,8 +272,9 @@ inline std::optional<native_init> decode_init(std::string_view body) {
     info->allow_only({detail::native_member});
     const auto message = info->at(detail::native_member);
     detail::require_wire(message);
-    message.allow_only({"wire", "backend", "rank_offset", "world_size", "plan_hash", "budget_ms",
-                        "set", "names", "dtypes", "shapes", "wire_parameters", "transport"});
+    message.allow_only({"wire", "backend", "rank_offset", "world_size", "plan_hash", "trainer",
+                        "take_over", "budget_ms", "set", "names", "dtypes", "shapes",
+                        "wire_parameters", "transport"});
     native_init result;
     result.backend = detail::read_word(message.at("backend"));
     result.world_size =
@@ -279,6 +282,8 @@ inline std::optional<native_init> decode_init(std::string_view body) {
     result.rank_offset =
         static_cast<int>(message.at("rank_offset").integer(1, result.world_size - 1));
     result.plan_hash = message.at("plan_hash").hash();
+    result.trainer = message.at("trainer").hash();
+    result.take_over = message.at("take_over").boolean();
     result.budget_ms = detail::read_budget(message.at("budget_ms"));
     result.parameters = read_parameter_lists(message, "dtypes", dtype_spelling::ours,
                                              detail::read_name(message.at("set")));

@@ -2,11 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <memory>
 #include <optional>
 #include <random>
 #include <span>
@@ -19,6 +17,7 @@
 #include <weightwire/backends/ipc/control_block.hpp>
 #include <weightwire/backends/ipc/init_info.hpp>
 #include <weightwire/backends/ipc/layout.hpp>
+#include <weightwire/backends/ipc/readers.hpp>
 #include <weightwire/backends/ipc/transport_message.hpp>
 #include <weightwire/concepts/tensor_stream.hpp>
 #include <weightwire/concepts/transport.hpp>
@@ -71,9 +70,9 @@ public:
               std::stop_token stop);
 
     /// From now on no rank of `peer` is waited for. Thread-safe.
-    void drop_peer(std::size_t peer) noexcept;
+    void drop_peer(std::size_t peer) noexcept { readers_.drop(peer); }
     /// Undoes it. Between rounds only.
-    void restore_peer(std::size_t peer);
+    void restore_peer(std::size_t peer) { readers_.restore(peer); }
 
     /// Of each parameter in the last round; empty unless `verify`.
     [[nodiscard]] std::span<const std::uint64_t> digests() const noexcept { return digests_; }
@@ -89,56 +88,25 @@ public:
     /// Releases everything. Workers keep what they mapped until they let go.
     void close(deadline) {
         abandon_all();
-        control_ = {};
+        readers_.attach({});
         control_segment_ = {};
         ring_ = {};
     }
 
 private:
-    /// A run of ranks: peer `name` has slots `[first, first + count)`.
-    struct peer_slots {
-        std::string name;
-        std::size_t first = 0;
-        std::size_t count = 0;
-    };
-    /// A round under way.
-    struct progress {
-        std::uint64_t base = 0;       ///< position of the round's begin
-        std::uint64_t written = 0;    ///< relative to it
-        std::uint64_t published = 0;  ///< of that, what workers know of
-        std::size_t parameter = 0;    ///< being sent
-        deadline until;
-        std::stop_token stop;
-    };
-
     /// Bytes written between two looks at the clock and two signs of progress.
     static constexpr std::uint64_t piece_bytes = std::uint64_t{256} << 10U;
 
-    void adopt_peers(const sender_context& context);
     void find_places(const sender_context& context, transport_message& message);
-    void move(tensor_stream& stream, progress& at);
-    void announce(const tensor_view& tensor, progress& at);
-    void stage(const tensor_view& tensor, progress& at);
+    void move(tensor_stream& stream, sending& at);
+    void announce(const tensor_view& tensor, sending& at);
+    void stage(const tensor_view& tensor, sending& at);
     void finish_piece(std::span<std::byte> bytes, std::uint64_t offset, std::uint64_t& sum,
-                      const progress& at);
-    void make_room(std::uint64_t needed, progress& at);
-    void publish(progress& at) noexcept;
-    void wait_until_read(std::uint64_t needed, std::uint64_t comfortable, progress& at);
-    bool leave_behind(std::uint64_t position, const progress& at) noexcept;
-    [[nodiscard]] std::uint64_t slowest(const progress& at) const;
-    [[nodiscard]] std::uint64_t read_by(std::size_t slot, const progress& at) const noexcept;
-    [[nodiscard]] error_context waiting_context(const progress& at) const;
-    [[nodiscard]] error_context sending_context(const progress& at) const;
+                      const sending& at);
+    void make_room(std::uint64_t needed, sending& at);
+    [[nodiscard]] error_context sending_context(const sending& at) const;
     void check_tensor(const named_tensor* entry, std::size_t i) const;
-    void abandon_all() noexcept { give_up(std::numeric_limits<std::uint64_t>::max()); }
-
-    /// Everything below `position` is over: workers that are still at it stop.
-    void give_up(std::uint64_t position) noexcept {
-        if (control_) {
-            control_.header().over.store(position, std::memory_order_seq_cst);
-            detail::ring(control_.header().worker_bell);
-        }
-    }
+    void abandon_all() noexcept { readers_.end(std::numeric_limits<std::uint64_t>::max(), true); }
     /// Whether bytes have to be touched after they were written, so that they must be ours.
     [[nodiscard]] bool alters() const noexcept {
         return bool{info_.transform} || bool{info_.tamper};
@@ -150,11 +118,7 @@ private:
     update_part part_{};
     shm::segment control_segment_;
     shm::segment ring_;
-    control_block control_;
-    std::vector<peer_slots> peers_;
-    std::size_t slots_ = 0;
-    /// Our own word on who was dropped; the control block only tells the worker.
-    std::unique_ptr<std::atomic<bool>[]> dropped_;
+    readers readers_;
     std::vector<const std::byte*> addresses_;  ///< of tensors read in place, null for the others
     std::size_t in_place_count_ = 0;
     std::uint64_t in_place_bytes_ = 0;
@@ -169,7 +133,7 @@ inline std::vector<transport_init> sender::prepare(const sender_context& context
     }
     parameters_ = &context.parameters;
     part_ = {.first = 0, .count = parameters_->size()};
-    adopt_peers(context);
+    readers_.adopt(context.peers, context.world_size);
     transport_message message;
     message.boot_id = weightwire::detail::boot_id();
     message.nonce = (std::uint64_t{std::random_device{}()} << 32U) | std::random_device{}();
@@ -180,35 +144,15 @@ inline std::vector<transport_init> sender::prepare(const sender_context& context
     layout_ = layout{*parameters_, wire, in_place};
     digests_.assign(info_.verify ? parameters_->size() : 0, 0);
     control_segment_ =
-        shm::segment::create(control_block::bytes_for(slots_), shm::sharing::writable);
-    control_ = control_block::create(control_segment_.data(), slots_, message.nonce);
+        shm::segment::create(control_block::bytes_for(readers_.ranks()), shm::sharing::writable);
+    readers_.attach(
+        control_block::create(control_segment_.data(), readers_.ranks(), message.nonce));
     message.control = control_segment_.exported();
     if (layout_.ring_bytes() != 0) {
         ring_ = shm::segment::create(layout_.ring_bytes());
         message.ring = ring_.exported();
     }
-    return std::vector<transport_init>(peers_.size(), transport_init{.native = encode(message)});
-}
-
-inline void sender::adopt_peers(const sender_context& context) {
-    slots_ = static_cast<std::size_t>(std::max(context.world_size - 1, 0));
-    peers_.clear();
-    for (const auto& peer : context.peers) {
-        if (!peer.native) {
-            throw unsupported_error{
-                "host memory travels over ipc only to weightwire's own workers; this peer is none",
-                {.phase = phase::init, .peer = peer.name, .backend = "ipc"}};
-        }
-        const auto first = static_cast<std::size_t>(std::max(peer.rank_offset - 1, 0));
-        const auto count = static_cast<std::size_t>(std::max(peer.world_size, 0));
-        if (peer.rank_offset < 1 || first > slots_ || count > slots_ - first) {
-            throw usage_error{
-                "the peer's ranks are not in a world of " + std::to_string(context.world_size),
-                {.phase = phase::init, .peer = peer.name, .backend = "ipc"}};
-        }
-        peers_.push_back({.name = peer.name, .first = first, .count = count});
-    }
-    dropped_ = std::make_unique<std::atomic<bool>[]>(slots_);
+    return std::vector<transport_init>(readers_.peers(), transport_init{.native = encode(message)});
 }
 
 /// Looks up, for a stable source, which memory file each tensor lies in. What is not in one, is not
@@ -260,7 +204,7 @@ inline void sender::find_places(const sender_context& context, transport_message
 inline void sender::send(std::uint64_t round, std::size_t part, tensor_stream& stream,
                          deadline until, std::stop_token stop) {
     const auto base = layout_.base(round);
-    if (!control_ || part != 0 || round <= last_round_ || !base) {
+    if (!readers_.attached() || part != 0 || round <= last_round_ || !base) {
         throw usage_error{
             "send needs a prepared sender, part 0 and a round above the last, which "
             "was " +
@@ -268,21 +212,20 @@ inline void sender::send(std::uint64_t round, std::size_t part, tensor_stream& s
             {.phase = phase::update, .backend = "ipc"}};
     }
     last_round_ = round;
-    progress at{.base = *base, .until = until, .stop = std::move(stop)};
+    sending at{.base = *base, .length = layout_.length(), .until = until, .stop = std::move(stop)};
     const auto next = *base + layout_.stride();
     try {
         move(stream, at);
     } catch (...) {
-        control_.header().trainer_awaits.store(0, std::memory_order_seq_cst);
-        give_up(next);
+        readers_.end(next, true);
         throw;
     }
     // Whoever still reads was dropped: what it reads is no longer this round's.
-    control_.header().over.store(next, std::memory_order_seq_cst);
+    readers_.end(next, false);
 }
 
-inline void sender::move(tensor_stream& stream, progress& at) {
-    control_.header().produced.store(at.base, std::memory_order_seq_cst);
+inline void sender::move(tensor_stream& stream, sending& at) {
+    readers_.begin(at);
     for (std::size_t i = 0; i < layout_.size(); ++i) {
         at.parameter = i;
         const auto* const entry = stream.next();
@@ -298,8 +241,8 @@ inline void sender::move(tensor_stream& stream, progress& at) {
         }
     }
     at.written = layout_.length();
-    publish(at);
-    wait_until_read(at.written, at.written, at);
+    readers_.publish(at);
+    readers_.wait(at.written, at.written, at);
 }
 
 inline void sender::check_tensor(const named_tensor* entry, std::size_t i) const {
@@ -327,10 +270,10 @@ inline void sender::check_tensor(const named_tensor* entry, std::size_t i) const
 }
 
 /// The workers may read it now; the digest is taken beside them.
-inline void sender::announce(const tensor_view& tensor, progress& at) {
+inline void sender::announce(const tensor_view& tensor, sending& at) {
     detail::check_time(at.until, at.stop, [&] { return sending_context(at); });
     at.written = layout_.end(at.parameter);
-    publish(at);
+    readers_.publish(at);
     if (!info_.verify) {
         return;
     }
@@ -345,7 +288,7 @@ inline void sender::announce(const tensor_view& tensor, progress& at) {
 }
 
 /// Writes a tensor to the ring. Pieces begin at multiples of 64 bytes of the tensor.
-inline void sender::stage(const tensor_view& tensor, progress& at) {
+inline void sender::stage(const tensor_view& tensor, sending& at) {
     const auto ring_bytes = layout_.ring_bytes();
     const auto begin = layout_.begin(at.parameter);
     std::uint64_t sum = 0;
@@ -364,7 +307,7 @@ inline void sender::stage(const tensor_view& tensor, progress& at) {
         offset += count;
         at.written = position + count;
         if (at.written - at.published >= piece_bytes) {
-            publish(at);
+            readers_.publish(at);
         }
     }
     if (info_.verify) {
@@ -375,22 +318,22 @@ inline void sender::stage(const tensor_view& tensor, progress& at) {
 /// Waits until position `needed` has been read, so that what lies below it may be overwritten.
 /// Positions that hold nothing (a gap before an aligned tensor, the rest of a packed buffer) are
 /// never read: when all that was written is read, the whole ring is free.
-inline void sender::make_room(std::uint64_t needed, progress& at) {
+inline void sender::make_room(std::uint64_t needed, sending& at) {
     if (needed > at.published) {
-        publish(at);  // nobody reads what nobody knows of
+        readers_.publish(at);  // nobody reads what nobody knows of
     }
     const auto least = std::min(needed, at.published);
-    if (slowest(at) >= least) {
+    if (readers_.slowest(at) >= least) {
         return;
     }
-    publish(at);
+    readers_.publish(at);
     const auto half = at.published - std::min(at.published, layout_.ring_bytes() / 2);
-    wait_until_read(least, std::max(least, half), at);
+    readers_.wait(least, std::max(least, half), at);
 }
 
 /// Changes, digests and corrupts a piece in the ring, as asked for, while it is still in the cache.
 inline void sender::finish_piece(std::span<std::byte> bytes, std::uint64_t offset,
-                                 std::uint64_t& sum, const progress& at) {
+                                 std::uint64_t& sum, const sending& at) {
     const auto& name = (*parameters_)[at.parameter].name;
     if (info_.transform) {
         info_.transform(name, offset, bytes);
@@ -403,146 +346,12 @@ inline void sender::finish_piece(std::span<std::byte> bytes, std::uint64_t offse
     }
 }
 
-inline void sender::publish(progress& at) noexcept {
-    auto& header = control_.header();
-    at.published = at.written;
-    header.produced.store(at.base + at.written, std::memory_order_seq_cst);
-    if (header.worker_sleeps.load(std::memory_order_seq_cst) != 0) {
-        header.worker_sleeps.store(0, std::memory_order_seq_cst);
-        detail::ring(header.worker_bell);
-    }
-}
-
-inline std::uint64_t sender::read_by(std::size_t slot, const progress& at) const noexcept {
-    const auto position = control_.slot(slot).consumed.load(std::memory_order_seq_cst);
-    return position < at.base ? 0 : position - at.base;
-}
-
-/// How far the slowest rank has read that was not dropped; all of it when there is none.
-inline std::uint64_t sender::slowest(const progress& at) const {
-    auto least = std::numeric_limits<std::uint64_t>::max();
-    for (const auto& peer : peers_) {
-        for (std::size_t i = peer.first; i < peer.first + peer.count; ++i) {
-            if (dropped_[i].load(std::memory_order_acquire)) {
-                continue;
-            }
-            const auto read = read_by(i, at);
-            if (read > at.published) {
-                throw protocol_error{"a worker claims to have read " + std::to_string(read) +
-                                         " of " + std::to_string(at.published) +
-                                         " positions that were written",
-                                     {.phase = phase::update,
-                                      .peer = peer.name,
-                                      .backend = "ipc",
-                                      .rank = static_cast<int>(i) + 1}};
-            }
-            least = std::min(least, read);
-        }
-    }
-    return least;
-}
-
-/// Waits until every rank has read up to `needed`; once asleep, until `comfortable`, so that a full
-/// ring does not cost a wake-up a piece.
-inline void sender::wait_until_read(std::uint64_t needed, std::uint64_t comfortable, progress& at) {
-    auto& header = control_.header();
-    auto enough = [&] { return slowest(at) >= needed; };
-    if (detail::spin_until(enough)) {
-        return;
-    }
-    const auto patience = deadline::after(at.until.remaining() / 2);
-    while (slowest(at) < comfortable) {
-        detail::check_time(at.until, at.stop, [&] { return waiting_context(at); });
-        if (patience.expired() && leave_behind(comfortable, at)) {
-            continue;
-        }
-        header.trainer_awaits.store(at.base + comfortable, std::memory_order_seq_cst);
-        const auto bell = header.trainer_bell.load(std::memory_order_seq_cst);
-        if (slowest(at) < comfortable) {
-            detail::sleep_while(header.trainer_bell, bell, detail::slice);
-        }
-    }
-    header.trainer_awaits.store(0, std::memory_order_seq_cst);
-}
-
-/// Drops the peers that are short of `position` while another is there with all its ranks: one that
-/// hangs costs half of the time that was left, and the others get the rest. Returns whether there
-/// was one to drop.
-inline bool sender::leave_behind(std::uint64_t position, const progress& at) noexcept {
-    const auto is_there = [&](const peer_slots& peer) {
-        bool there = true;
-        for (std::size_t i = peer.first; i < peer.first + peer.count; ++i) {
-            there = there && read_by(i, at) >= position;
-        }
-        return there;
-    };
-    const auto waited_for = [&](const peer_slots& peer) {
-        return peer.count != 0 && !dropped_[peer.first].load(std::memory_order_acquire);
-    };
-    if (std::none_of(peers_.begin(), peers_.end(),
-                     [&](const peer_slots& peer) { return waited_for(peer) && is_there(peer); })) {
-        return false;
-    }
-    bool left = false;
-    for (std::size_t i = 0; i < peers_.size(); ++i) {
-        if (waited_for(peers_[i]) && !is_there(peers_[i])) {
-            drop_peer(i);
-            left = true;
-        }
-    }
-    return left;
-}
-
-inline void sender::drop_peer(std::size_t peer) noexcept {
-    if (!control_ || peer >= peers_.size()) {
-        return;
-    }
-    for (std::size_t i = peers_[peer].first; i < peers_[peer].first + peers_[peer].count; ++i) {
-        // The worker learns it before its part of the ring is used again: exchanges are full
-        // barriers, for streaming stores too.
-        control_.slot(i).dropped.exchange(1, std::memory_order_seq_cst);
-        dropped_[i].exchange(true, std::memory_order_seq_cst);
-    }
-    detail::ring(control_.header().trainer_bell);
-    detail::ring(control_.header().worker_bell);
-}
-
-inline void sender::restore_peer(std::size_t peer) {
-    if (!control_ || peer >= peers_.size()) {
-        throw usage_error{"there is no peer of index " + std::to_string(peer),
-                          {.phase = phase::init, .backend = "ipc"}};
-    }
-    for (std::size_t i = peers_[peer].first; i < peers_[peer].first + peers_[peer].count; ++i) {
-        control_.slot(i).dropped.store(0, std::memory_order_seq_cst);
-        dropped_[i].store(false, std::memory_order_seq_cst);
-    }
-}
-
-inline error_context sender::sending_context(const progress& at) const {
+inline error_context sender::sending_context(const sending& at) const {
     return {.phase = phase::update,
             .tensor = (*parameters_)[at.parameter].name,
             .backend = "ipc",
             .bytes_done = at.written,
             .bytes_total = layout_.length()};
-}
-
-/// Names the slowest peer.
-inline error_context sender::waiting_context(const progress& at) const {
-    error_context context{
-        .phase = phase::update, .backend = "ipc", .bytes_total = layout_.length()};
-    auto least = std::numeric_limits<std::uint64_t>::max();
-    for (const auto& peer : peers_) {
-        for (std::size_t i = peer.first; i < peer.first + peer.count; ++i) {
-            const auto read = read_by(i, at);
-            if (!dropped_[i].load(std::memory_order_acquire) && read < least) {
-                least = read;
-                context.peer = peer.name;
-                context.rank = static_cast<int>(i) + 1;
-                context.bytes_done = read;
-            }
-        }
-    }
-    return context;
 }
 
 inline std::string sender::description() const {
