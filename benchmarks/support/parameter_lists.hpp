@@ -43,4 +43,41 @@ namespace benchmarks {
     return list;
 }
 
+/// Qwen3-30B-A3B in bf16: 18,867 tensors, 61.1 GB with all 48 layers. Embeddings are not tied.
+[[nodiscard]] inline std::vector<weightwire::param_meta> qwen3_30b_a3b_list(std::int64_t layers) {
+    constexpr std::int64_t hidden = 2048;
+    constexpr std::int64_t head = 128;
+    constexpr std::int64_t queries = 32 * head;
+    constexpr std::int64_t key_values = 4 * head;
+    constexpr std::int64_t experts = 128;
+    constexpr std::int64_t feed_forward = 768;
+    constexpr std::int64_t vocabulary = 151'936;
+    std::vector<weightwire::param_meta> list;
+    const auto add = [&](std::string name, weightwire::shape extents) {
+        list.push_back({std::move(name), weightwire::dtype::bf16, extents});
+    };
+    add("model.embed_tokens.weight", {vocabulary, hidden});
+    for (std::int64_t i = 0; i < layers; ++i) {
+        const auto layer = "model.layers." + std::to_string(i) + ".";
+        add(layer + "input_layernorm.weight", {hidden});
+        add(layer + "self_attn.q_proj.weight", {queries, hidden});
+        add(layer + "self_attn.k_proj.weight", {key_values, hidden});
+        add(layer + "self_attn.v_proj.weight", {key_values, hidden});
+        add(layer + "self_attn.o_proj.weight", {hidden, queries});
+        add(layer + "self_attn.q_norm.weight", {head});
+        add(layer + "self_attn.k_norm.weight", {head});
+        add(layer + "post_attention_layernorm.weight", {hidden});
+        add(layer + "mlp.gate.weight", {experts, hidden});
+        for (std::int64_t expert = 0; expert < experts; ++expert) {
+            const auto prefix = layer + "mlp.experts." + std::to_string(expert) + ".";
+            add(prefix + "gate_proj.weight", {feed_forward, hidden});
+            add(prefix + "up_proj.weight", {feed_forward, hidden});
+            add(prefix + "down_proj.weight", {hidden, feed_forward});
+        }
+    }
+    add("model.norm.weight", {hidden});
+    add("lm_head.weight", {vocabulary, hidden});
+    return list;
+}
+
 }  // namespace benchmarks

@@ -12,6 +12,7 @@ them) are also compiled as CUDA sources, one a folder.
 A header whose library is absent is skipped by name.
 """
 import argparse
+import os
 import pathlib
 import re
 import shlex
@@ -30,6 +31,7 @@ LIBRARIES = {
     "range/v3/": ("range-v3", "range/v3/version.hpp"),
     "fmt/": ("fmt", "fmt/core.h"),
     "nlohmann/": ("nlohmann/json", "nlohmann/json.hpp"),
+    "cuda_runtime": ("the CUDA runtime", "cuda_runtime_api.h"),
 }
 NOT_FOR_NVCC = ("weightwire/http/", "weightwire/adapters/", "weightwire/fmt.hpp", "curl/", "boost/", "range/", "fmt/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
@@ -56,6 +58,14 @@ class Tree:
         return sorted({prefix for prefix in LIBRARIES for other in self.reach(name) if other.startswith(prefix)})
 
 
+def cuda_include():
+    """Where the headers of CUDA are, for a compiler that is not nvcc; nothing where there is no toolkit."""
+    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if root and pathlib.Path(root, "include", "cuda_runtime_api.h").is_file():
+            return [f"-I{root}/include"]
+    return []
+
+
 def last_lines(text, count=40):
     lines = text.strip().splitlines()
     errors = [line for line in lines if "error" in line or "warning" in line]
@@ -70,7 +80,8 @@ def compile_one(command, source, text):
 
 def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
     label = pathlib.Path(compiler[-1]).name
-    command = [*compiler, "-std=c++20", "-O0", *WARNINGS, f"-I{tree.include}", "-DFMT_HEADER_ONLY", *flags]
+    command = [*compiler, "-std=c++20", "-O0", *WARNINGS, f"-I{tree.include}", *cuda_include(), "-DFMT_HEADER_ONLY",
+               *flags]
     absent = {}
     for prefix, (library, probe) in LIBRARIES.items():
         if compile_one(command, work / "probe.cpp", f"#include <{probe}>\n"):

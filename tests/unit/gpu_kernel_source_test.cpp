@@ -155,3 +155,14 @@ TEST_CASE("small tensors share tiles, so blocks get like amounts of work") {
     tiles.add_group(items);
     CHECK(tiles.tiles().size() == 125);
 }
+
+TEST_CASE("a plan knows how many bytes must be shifted, and writes in the order of addresses") {
+    gpu::copy_tiles tiles;
+    const std::vector<gpu::copy_item> items{{.source = 1, .destination = 64, .bytes = 10},
+                                            {.source = 33, .destination = 17, .bytes = 20},
+                                            {.source = 100, .destination = 0, .bytes = 0}};
+    tiles.add_group(items);
+    CHECK(tiles.shifted_bytes() == 10);
+    REQUIRE(tiles.items().size() == 2);
+    CHECK(tiles.items()[0].destination == 17);
+}

@@ -105,17 +105,18 @@ inline void append_matches(const std::string& pattern, std::vector<std::string>&
 struct library_closer {
     void operator()(void* handle) const noexcept { static_cast<void>(dlclose(handle)); }
 };
-using library = std::unique_ptr<void, library_closer>;
+using loaded_library = std::unique_ptr<void, library_closer>;
 
 /// Opens the part of NVRTC that it opens itself, by name, at the first compilation. The one in
 /// NVIDIA's wheels does not look in its own folder; a library that is already open it finds.
-[[nodiscard]] inline library open_builtins_beside(const std::string& file) {
+[[nodiscard]] inline loaded_library open_builtins_beside(const std::string& file) {
     const std::size_t slash = file.rfind('/');
     std::vector<std::string> found;
     if (slash != file.npos) {
         append_matches(file.substr(0, slash + 1) + "libnvrtc-builtins.so.[0-9]*", found);
     }
-    return library{found.empty() ? nullptr : dlopen(found[0].c_str(), RTLD_NOW | RTLD_LOCAL)};
+    return loaded_library{found.empty() ? nullptr
+                                        : dlopen(found[0].c_str(), RTLD_NOW | RTLD_LOCAL)};
 }
 
 }  // namespace detail
@@ -237,8 +238,8 @@ private:
                                 std::move(context)};
     }
 
-    detail::library builtins_;
-    detail::library library_;
+    detail::loaded_library builtins_;
+    detail::loaded_library library_;
     std::string file_;
     create_function* create_;
     destroy_function* destroy_;

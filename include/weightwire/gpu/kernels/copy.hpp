@@ -27,7 +27,7 @@ namespace weightwire::gpu {
 
 /// Which device code copies. Both move the same bytes.
 enum class copy_form : std::uint8_t {
-    automatic,  ///< the bulk form where the device has it, the plain one elsewhere
+    automatic,  ///< the bulk form where the device has it and most bytes need a shift, else plain
     plain,      ///< 16-byte loads and stores, sm_80 and later
     bulk,       ///< bulk asynchronous copies, sm_90 and later; a block a multiprocessor
 };
@@ -47,7 +47,7 @@ public:
     copy_plan(int device, const copy_tiles& groups, copy_form form = copy_form::automatic)
         : ends_{groups.ends()},
           bytes_{groups.bytes()},
-          form_{choose(form, device)},
+          form_{choose(form, device, groups)},
           kernel_{load_kernel(form_ == copy_form::bulk ? copy_bulk_source() : copy_plain_source(),
                               device)},
           blocks_{
@@ -107,7 +107,7 @@ public:
     [[nodiscard]] int device() const noexcept { return tables_.device(); }
 
 private:
-    [[nodiscard]] static copy_form choose(copy_form wanted, int device) {
+    [[nodiscard]] static copy_form choose(copy_form wanted, int device, const copy_tiles& groups) {
         const int architecture = compute_capability(device);
         if (architecture < (wanted == copy_form::bulk ? 90 : 80)) {
             throw unsupported_error{
@@ -117,7 +117,10 @@ private:
         if (wanted != copy_form::automatic) {
             return wanted;
         }
-        return architecture >= 90 ? copy_form::bulk : copy_form::plain;
+        // Measured on an H200: aligned bytes 0.97 of one copy plain and 0.91 bulk, shifted bytes
+        // 0.80 plain and 0.90 bulk.
+        const bool mostly_shifted = groups.shifted_bytes() > groups.bytes() / 2;
+        return architecture >= 90 && mostly_shifted ? copy_form::bulk : copy_form::plain;
     }
 
     void upload(std::size_t offset, std::span<const std::byte> table) const {

@@ -105,14 +105,7 @@ __device__ __forceinline__ u32 sum_before(u32 value, u32 lane) {
 /// copies an equal share of the tile's bytes, whatever the number of pieces.
 inline constexpr const char* copy_plain_text = R"cuda(
 #define WARPS 8
-#define DEEP 8
-
-__device__ __forceinline__ uint4 load_once(u64 from) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-    return v;
-}
+#define DEEP 4
 
 // Words first to last of the body.
 template <bool Shifted>
@@ -125,12 +118,8 @@ __device__ __forceinline__ void copy_words(const piece& p, u32 first, u32 last, 
         for (u32 k = 0; k < DEEP; ++k) {
             const u32 i = base + k * 32 + lane;
             if (i < last) {
-                if (Shifted) {
-                    const uint4* at = (const uint4*)(from + 16ull * i);
-                    words[k] = shifted(at[0], at[1], shift);
-                } else {
-                    words[k] = load_once(from + 16ull * i);
-                }
+                const uint4* at = (const uint4*)(from + 16ull * i);
+                words[k] = Shifted ? shifted(at[0], at[1], shift) : at[0];
             }
         }
         #pragma unroll
@@ -232,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WORKERS + 1), 1) weightwire_c
     const u32 mine = tile_count > blockIdx.x ? (tile_count - blockIdx.x - 1) / gridDim.x + 1 : 0;
     if (threadIdx.x == 0) {
         for (u32 s = 0; s < STAGES; ++s) {
-            barrier_init(&full[s], 1);
+            barrier_init(&full[s], 32);
             barrier_init(&empty[s], WORKERS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -270,8 +259,9 @@ extern "C" __global__ void __launch_bounds__(32 * (WORKERS + 1), 1) weightwire_c
                     notes[s].edges = edges;
                     notes[s].shifted = shifts;
                 }
-                __syncwarp();
+                // Each lane for its own notes, the first one for the bytes as well.
                 if (lane == 0) barrier_arrive_expect(&full[s], total);
+                else barrier_arrive(&full[s]);
                 __syncwarp();
                 if (span != 0) {
                     bulk_load(shared_address(memory) + p.slot, low_of(p), span, &full[s]);

@@ -42,15 +42,19 @@ inline constexpr std::uint64_t tile_alignment = 128;
 /// The tiles of one or several groups of items; a group is what one launch copies.
 class copy_tiles {
 public:
-    /// Adds one group. Items of no bytes are left out.
+    /// Adds one group. Items of no bytes are left out; the others are taken in the order of their
+    /// destinations, since memory takes writes that follow one another faster than scattered ones.
     /// @throws usage_error more than 2^32 items or tiles.
     void add_group(std::span<const copy_item> group) {
-        for (const copy_item& item : group) {
+        std::vector<copy_item> ordered{group.begin(), group.end()};
+        std::ranges::stable_sort(ordered, {}, &copy_item::destination);
+        for (const copy_item& item : ordered) {
             if (item.bytes != 0) {
                 require_fits(items_.size());
                 items_.push_back(item);
                 cut(item);
                 bytes_ += item.bytes;
+                shifted_bytes_ += (item.source - item.destination) % 16 != 0 ? item.bytes : 0;
             }
         }
         close_tile();
@@ -64,6 +68,8 @@ public:
     [[nodiscard]] const std::vector<std::uint32_t>& ends() const noexcept { return ends_; }
     /// Bytes of all groups.
     [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
+    /// Bytes of the items whose source and destination differ modulo 16.
+    [[nodiscard]] std::uint64_t shifted_bytes() const noexcept { return shifted_bytes_; }
 
 private:
     static void require_fits(std::size_t count) {
@@ -116,6 +122,7 @@ private:
     std::uint32_t pieces_ = 0;
     std::uint64_t filled_ = 0;
     std::uint64_t bytes_ = 0;
+    std::uint64_t shifted_bytes_ = 0;
 };
 
 }  // namespace weightwire::gpu
