@@ -5,15 +5,36 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 
 namespace weightwire::detail {
 
-/// Identifies this boot of this machine: two processes with equal ids share CLOCK_MONOTONIC. Empty
-/// where the kernel does not tell.
+/// The number of this process's time namespace, after a dot: the clocks of two namespaces differ by
+/// an offset. Empty where the kernel knows no such namespaces; nothing where it does not tell.
+[[nodiscard]] inline std::optional<std::string> time_namespace() {
+    std::array<char, 64> link{};
+    const auto length = ::readlink("/proc/self/ns/time", link.data(), link.size());
+    if (length < 0) {
+        return errno == ENOENT ? std::optional<std::string>{std::in_place} : std::nullopt;
+    }
+    const std::string_view text{link.data(), static_cast<std::size_t>(length)};  // time:[12345]
+    const auto begin = text.find_first_of("0123456789");
+    const auto end = text.find_first_not_of("0123456789", begin);
+    if (begin == std::string_view::npos || end == std::string_view::npos) {
+        return std::nullopt;
+    }
+    return "." + std::string{text.substr(begin, end - begin)};
+}
+
+/// Identifies this boot of this machine as this process sees it: two processes with equal ids share
+/// CLOCK_MONOTONIC. At most 64 characters; empty where the kernel does not tell.
 [[nodiscard]] inline std::string boot_id() {
     const int file = ::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     if (file < 0) {
@@ -22,7 +43,8 @@ namespace weightwire::detail {
     std::array<char, 36> text{};
     const auto count = ::read(file, text.data(), text.size());
     ::close(file);
-    return count == 36 ? std::string{text.data(), text.size()} : std::string{};
+    const auto space = time_namespace();
+    return count == 36 && space ? std::string{text.data(), text.size()} + *space : std::string{};
 }
 
 /// CLOCK_MONOTONIC, which is what libstdc++'s and libc++'s steady clock reads on Linux, in

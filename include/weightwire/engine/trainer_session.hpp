@@ -20,9 +20,10 @@
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/detail/side_thread.hpp>
-#include <weightwire/detail/tell.hpp>
 #include <weightwire/engine/peer_init.hpp>
 #include <weightwire/engine/peer_table.hpp>
+#include <weightwire/engine/reply_checks.hpp>
+#include <weightwire/engine/tell.hpp>
 #include <weightwire/engine/trainer_options.hpp>
 #include <weightwire/wire/native.hpp>
 
@@ -153,6 +154,7 @@ public:
         for (std::size_t part = 0; part < parts.size(); ++part) {
             update_part_of(parts[part], part, stream, until);
         }
+        require_bytes(stream.manifest().total_bytes());
         if (stream.next() != nullptr) {
             throw usage_error{"the sender's parts end before the source does",
                               {.phase = phase::update, .backend = std::string{traits::wire_name}}};
@@ -183,7 +185,10 @@ public:
                             : "{\"weight_version\":\"" + std::to_string(version_) + "\"}";
         }
         const auto committed = [&](peer_state& peer, const std::string& body) {
-            peer.version = init_.native() ? wire::decode_finish_reply(body).version : version_;
+            if (init_.native()) {
+                require_version(wire::decode_finish_reply(body).version, version_);
+            }
+            peer.version = version_;
             tell(events_, {.kind = event_kind::committed,
                            .phase = phase::finish,
                            .peer = peer.info.name,
@@ -228,6 +233,20 @@ public:
     [[nodiscard]] int world_size() const noexcept { return init_.world_size(); }
 
 private:
+    /// A 200 with nothing moved is an error.
+    void require_bytes(std::uint64_t total) {
+        for (std::size_t i = 0; i < peers_.size(); ++i) {
+            if (init_.native() && peers_[i].live && peers_[i].bytes == 0) {
+                peers_.lose(i, {.kind = "protocol",
+                                .text = "the worker accepted the update and placed no byte of it",
+                                .context = {.phase = phase::update,
+                                            .peer = peers_[i].info.name,
+                                            .bytes_total = total}});
+            }
+        }
+        require_live();
+    }
+
     [[nodiscard]] static peer_status status_of(const peer_state& peer) noexcept {
         if (peer.live) {
             return peer_status::committed;
@@ -345,6 +364,7 @@ private:
         take(replies, phase::update, [&](peer_state& peer, const std::string& body) {
             if (init_.native()) {
                 const auto reply = wire::decode_update_reply(body);
+                require_sense(reply, peer, stream.manifest().total_bytes());
                 peer.bytes += reply.bytes;
                 peer.data_seconds += static_cast<double>(reply.ended_ns - reply.began_ns) * 1e-9;
             }
@@ -357,16 +377,6 @@ private:
         }
     }
 
-    /// All that the sender waited for have read everything, so their answers are on the way: at
-    /// most as long again as the data took, or two seconds.
-    [[nodiscard]] static deadline::clock::time_point grace_after(deadline::clock::time_point begin,
-                                                                 deadline until) noexcept {
-        const auto now = deadline::clock::now();
-        const auto grace =
-            std::max<deadline::clock::duration>(std::chrono::seconds{2}, now - begin);
-        return std::min(until.when(), deadline::after(grace).when());
-    }
-
     /// Stops waiting for peers that the sender has left behind, once another has answered.
     [[nodiscard]] bool hurry(std::stop_source& stop_calls) noexcept {
         const bool possible = HasDropPeer<sender_type> && init_.native() && answered_ != 0;
@@ -374,16 +384,6 @@ private:
             stop_calls.request_stop();
         }
         return possible;
-    }
-
-    /// Their calls were cancelled by us, because they took too long.
-    static void blame_the_slow(std::vector<peer_reply>& replies) {
-        for (auto& reply : replies) {
-            if (reply.answer.fault == reply_fault::cancelled) {
-                reply.answer.fault = reply_fault::timed_out;
-                reply.answer.fault_text = "the other peers had taken the data and answered";
-            }
-        }
     }
 
     [[nodiscard]] control_message update_message_of(const update_part& part, std::size_t index,

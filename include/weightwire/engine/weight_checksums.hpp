@@ -26,52 +26,48 @@ namespace weightwire::detail {
 /// Key and digest of each tensor.
 using weight_checksums = std::vector<std::pair<std::string, std::string>>;
 
-/// A snapshot of every rank, all of one version. A commit between two of them is met by trying
-/// again.
-/// @throws timeout_error commits came faster than snapshots could be taken, until `until`.
-template <class Engine>
-    requires HasSnapshots<typename Engine::sink_type>
-[[nodiscard]] auto acquire_all(const Engine& engine, deadline until) {
-    std::vector<decltype(engine.sink(0).acquire())> held;
-    held.reserve(engine.world_size());
-    do {
-        held.clear();
-        for (std::size_t rank = 0; rank < engine.world_size(); ++rank) {
-            held.push_back(engine.sink(rank).acquire());
+/// Appends the digests of one rank's snapshot.
+/// @throws cancelled_error, timeout_error between two tensors.
+template <class Snapshot>
+void append_checksums(weight_checksums& out, const Snapshot& held, const std::string& prefix,
+                      deadline until, const std::stop_token& stop) {
+    for (std::size_t i = 0; i < held.size(); ++i) {
+        if (stop.stop_requested()) {
+            throw cancelled_error{"nobody waits for the checksums", {.phase = phase::serve}};
         }
-        const weight_version first = held.front().version();
-        if (std::all_of(held.begin(), held.end(),
-                        [&](const auto& one) { return one.version() == first; })) {
-            return held;
+        if (until.expired()) {
+            throw timeout_error{"the checksums were not ready in time", {.phase = phase::serve}};
         }
-    } while (!until.expired());
-    throw timeout_error{"the ranks did not show one version at the same time",
-                        {.phase = phase::serve}};
+        out.emplace_back(prefix + std::string{held.name(i)},
+                         digest_text(tensor_digest(held.tensor(i))));
+    }
 }
 
 /// Digests of all committed tensors, in the order of the sink. Keys are names, or `rank/name` where
-/// there are several ranks. Read from snapshots, so updates may run beside it.
+/// there are several ranks. All are of one version: a commit meanwhile is met by beginning again.
+///
+/// One rank's snapshot is held at a time. Whoever waits for a rank's door while it holds another
+/// rank's weights deadlocks with a commit, which closes all doors before it waits for readers.
 /// @throws cancelled_error, timeout_error between two tensors.
 /// @throws dirty_error the sink's, while the weights are a mix.
 template <class Engine>
+    requires HasSnapshots<typename Engine::sink_type>
 [[nodiscard]] weight_checksums checksums_of(const Engine& engine, deadline until,
                                             const std::stop_token& stop) {
-    const auto held = acquire_all(engine, until);
     weight_checksums result;
-    result.reserve(held.size() * held.front().size());
-    for (std::size_t rank = 0; rank < held.size(); ++rank) {
-        const auto prefix = held.size() == 1 ? std::string{} : std::to_string(rank) + "/";
-        for (std::size_t i = 0; i < held[rank].size(); ++i) {
-            if (stop.stop_requested()) {
-                throw cancelled_error{"nobody waits for the checksums", {.phase = phase::serve}};
+    for (bool one_version = false; !one_version;) {
+        result.clear();
+        one_version = true;
+        weight_version first = 0;
+        for (std::size_t rank = 0; one_version && rank < engine.world_size(); ++rank) {
+            const auto held = engine.sink(rank).acquire();
+            first = rank == 0 ? held.version() : first;
+            one_version = held.version() == first;
+            if (one_version) {
+                const auto prefix =
+                    engine.world_size() == 1 ? std::string{} : std::to_string(rank) + "/";
+                append_checksums(result, held, prefix, until, stop);
             }
-            if (until.expired()) {
-                throw timeout_error{"the checksums were not ready in time",
-                                    {.phase = phase::serve}};
-            }
-            const std::string_view name = held[rank].name(i);
-            result.emplace_back(prefix + std::string{name},
-                                digest_text(tensor_digest(held[rank].tensor(i))));
         }
     }
     return result;

@@ -119,11 +119,14 @@ void probe_route(Client& client, std::vector<server_profile>& profiles, std::str
                  const std::stop_token& stop) {
     std::vector<unsigned char> asked(profiles.size());
     bool any = false;
+    bool problem = false;
     for (std::size_t i = 0; i < profiles.size(); ++i) {
         asked[i] = profiles[i].ok() && wanted(profiles[i]) ? 1 : 0;
         any = any || asked[i] != 0;
+        problem = problem || !profiles[i].ok();
     }
-    if (!any) {
+    // A peer that took all the time is to blame, not those that there is no time left to ask.
+    if (!any || (problem && until.expired())) {
         return;
     }
     const auto replies = client.request("GET", target, {.only = asked}, until, stop);
