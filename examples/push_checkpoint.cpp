@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <limits>
 #include <ranges>
 #include <span>
 #include <string>
@@ -118,6 +119,22 @@ struct change {
     }
 };
 
+/// Refuses what the options' types let through: a budget that is no number of milliseconds, and a
+/// version that the protocol's signed number cannot carry.
+void require_in_range(const arguments& options) {
+    constexpr auto last_version =
+        static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+    // Written so that NaN is refused too.
+    if (!(options.budget_seconds >= 0.001 && options.budget_seconds <= 1e6)) {
+        throw CLI::ValidationError{"--budget", "must be 0.001 to 1000000 seconds"};
+    }
+    if (options.first_version > last_version ||
+        options.rounds - 1 > last_version - options.first_version) {
+        throw CLI::ValidationError{"--version-from",
+                                   "the last round's version must be at most 2^63 - 1"};
+    }
+}
+
 arguments parse(int argc, char** argv) {
     arguments options;
     CLI::App app{"Sends a safetensors checkpoint to live weightwire workers."};
@@ -139,19 +156,36 @@ arguments parse(int argc, char** argv) {
     app.add_option("--version-from", options.first_version,
                    "version of the first round (default: one above the servers')");
     app.add_option("--budget", options.budget_seconds,
-                   "seconds that init, and each round, may take")
-        ->check(CLI::PositiveNumber);
+                   "seconds that init, and each round, may take; at most 1000000");
     app.add_flag("--corrupt", options.corrupt,
                  "flip one byte of the first tensor in flight: the workers must notice");
     app.add_flag("--step", options.step,
                  "after each round, say so and wait for a line on standard input");
     try {
         app.parse(argc, argv);
+        require_in_range(options);
     } catch (const CLI::ParseError& refused) {
         std::exit(app.exit(refused));
     }
     options.vary = vary->count() != 0;
     return options;
+}
+
+/// `text` without what a terminal would act on: peers choose parts of it. Each control character
+/// becomes `?`, so that an escape sequence is seen and not obeyed.
+std::string printable(std::string_view text) {
+    std::string result{text};
+    unsigned char before = 0;
+    for (auto& character : result) {
+        const auto code = static_cast<unsigned char>(character);
+        // U+0080 to U+009F are control characters as well: 0xC2 and one of these, or one alone.
+        const bool upper = code >= 0x80 && code < 0xA0 && (before == 0xC2 || before < 0x80);
+        if (code < 0x20 || code == 0x7F || upper) {
+            character = '?';
+        }
+        before = code;
+    }
+    return result;
 }
 
 void print_table(const std::vector<weightwire::sync_report>& reports) {
@@ -163,9 +197,14 @@ void print_table(const std::vector<weightwire::sync_report>& reports) {
                                   ? static_cast<double>(peer.bytes) / peer.data_seconds * 1e-9
                                   : 0.0;
             fmt::print("{:>7} {:<28} {:>5} {:<9} {:>12} {:>9.4f} {:>9.4f} {:>9.2f}\n",
-                       report.version, peer.peer, peer.world_size,
+                       report.version, printable(peer.peer), peer.world_size,
                        weightwire::to_string(peer.status), peer.bytes, peer.data_seconds,
                        report.total_seconds, rate);
+            if (peer.status == weightwire::peer_status::unknown) {
+                fmt::print(
+                    "{:>7} {}/weight_info tells which version it serves: it did not answer\n", "",
+                    printable(peer.peer));
+            }
         }
     }
 }
@@ -230,7 +269,7 @@ int main(int argc, char** argv) {
     try {
         run(parse(argc, argv));
     } catch (const std::exception& failed) {
-        fmt::print(stderr, "push_checkpoint: {}\n", failed.what());
+        fmt::print(stderr, "push_checkpoint: {}\n", printable(failed.what()));
         return 1;
     }
     return 0;

@@ -6,6 +6,7 @@ Counted are doctest's test cases and the PASS, FAIL and SKIP lines of the checki
 limit, so this always ends. Build folders are kept in build-test/ and used again.
 """
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -26,22 +28,34 @@ FUZZ_SECONDS = 10
 THREADED = ("unit_threads", "integration", "fault")
 
 
+def say(text):
+    """Prints whole, also from several threads."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 class Totals:
+    """What was counted so far; several threads may count."""
+
     def __init__(self):
+        self.lock = threading.Lock()
         self.passed = 0
         self.failures = []
         self.skips = []
 
     def passing(self, count=1):
-        self.passed += count
+        with self.lock:
+            self.passed += count
 
     def failing(self, name, why=""):
-        self.failures.append(name)
-        print(f"FAIL {name}" + (f": {why}" if why else ""), flush=True)
+        with self.lock:
+            self.failures.append(name)
+            say(f"FAIL {name}" + (f": {why}" if why else ""))
 
     def skipping(self, name, why):
-        self.skips.append(f"{name}: {why}")
-        print(f"SKIP {name}: {why}", flush=True)
+        with self.lock:
+            self.skips.append(f"{name}: {why}")
+            say(f"SKIP {name}: {why}")
 
 
 totals = Totals()
@@ -65,6 +79,12 @@ def run(command, timeout, environment=None, cwd=ROOT):
         output, _ = process.communicate()
         status, output = 124, output + f"\nno end after {timeout} s\n"
     return status, output
+
+
+def at_once(function, items):
+    """function(item) for all items, as many at a time as there are processors and one more: most tests wait."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)) + 1) as pool:
+        list(pool.map(function, items))
 
 
 def tail(text, lines=60):
@@ -128,13 +148,16 @@ def build_all(name, build, jobs, targets=(), timeout=1500):
 
 
 def remarks_in(output):
-    """Names of the test cases with an error; and {name: why} of those that say MESSAGE("skipped: why") and return, which
-    doctest counts as passed."""
+    """Names of the test cases with an error; and {name: why} of those that say MESSAGE("skipped: why"), or print
+    `SKIP name: why`, and return, which doctest counts as passed."""
     failed, skipped, test_case = {}, {}, ""
     for line in output.splitlines():
         named, why = re.match(r"TEST CASE:\s*(.+)$", line), re.search(r": MESSAGE: skipped: (.+)$", line)
+        printed = re.match(r"SKIP (.+?): (.+)$", line)
         if named:
             test_case = named.group(1)
+        elif printed:
+            skipped[printed.group(1)] = printed.group(2)
         elif why:
             skipped[test_case] = why.group(1)
         elif re.search(r": (FATAL )?ERROR: ", line):
@@ -156,7 +179,7 @@ def run_suite(label, executable, timeout, environment=None, launcher=()):
     for test_case, why in skipped.items():
         totals.skipping(f"{test_case} [{label}]", why)
     if not summaries:
-        print(tail(output))
+        say(tail(output))
         totals.failing(name, f"ended with status {status} before its summary")
         return
     total, passed, failed = (int(number) for number in summaries[-1])
@@ -168,8 +191,8 @@ def run_suite(label, executable, timeout, environment=None, launcher=()):
     if total == 0:
         totals.failing(name, "it ran no test case")
     if status != 0:
-        print(tail(output, 150))
-    print(f"   {name}: {passed} of {total} test cases passed in {time.monotonic() - start:.1f} s", flush=True)
+        say(tail(output, 150))
+    say(f"   {name}: {passed} of {total} test cases passed in {time.monotonic() - start:.1f} s")
 
 
 def suites_of(build, gpu=False):
@@ -211,8 +234,7 @@ def with_gcc(jobs, programs):
     build_all("g++", build, jobs)
     heading("g++: tests")
     count_static("g++", build)
-    for executable in suites_of(build):
-        run_suite("g++", executable, 400)
+    at_once(lambda executable: run_suite("g++", executable, 400), suites_of(build))
 
 
 def sanitizer_launcher(clang, sanitizer, folder):
@@ -256,8 +278,7 @@ def with_clang(clang, label, sanitizer, jobs, programs, suites=None, fuzz=False)
     }
     if suites is None:
         count_static(label, build)
-    for executable in executables:
-        run_suite(label, executable, 600, environment, launcher)
+    at_once(lambda executable: run_suite(label, executable, 600, environment, launcher), executables)
     if fuzz:
         run_fuzz_targets(build, launcher, environment)
 
@@ -267,7 +288,8 @@ def run_fuzz_targets(build, launcher, environment):
     targets = sorted((build / "tests").glob("*_fuzz"))
     if not targets:
         totals.skipping("fuzz targets", "this clang has no libFuzzer")
-    for target in targets:
+
+    def fuzz(target):
         name = target.name.removesuffix("_fuzz")
         with tempfile.TemporaryDirectory() as folder:
             corpus = pathlib.Path(folder) / "corpus"
@@ -278,11 +300,13 @@ def run_fuzz_targets(build, launcher, environment):
                                  FUZZ_SECONDS + 60, environment, folder)
         runs = re.search(r"stat::number_of_executed_units:\s*(\d+)", output)
         if status != 0 or not runs or int(runs.group(1)) == 0:
-            print(tail(output))
+            say(tail(output))
             totals.failing(f"fuzz {name}", f"exit status {status}")
         else:
             totals.passing()
-            print(f"   fuzz {name}: {runs.group(1)} inputs, none failed", flush=True)
+            say(f"   fuzz {name}: {runs.group(1)} inputs, none failed")
+
+    at_once(fuzz, targets)
 
 
 def version_of(compiler):
@@ -332,7 +356,7 @@ def gpu_tests():
         return
     gpu_suites = suites_of(build, gpu=True)
     build_all("gpu", build, len(os.sched_getaffinity(0)), targets_of(build, [path.name for path in gpu_suites]))
-    for executable in gpu_suites:
+    for executable in gpu_suites:  # one at a time: they share the device's memory
         run_suite("gpu", executable, 600)
 
 

@@ -15,6 +15,10 @@
 ///   groups, and what a rank holds. Default: cut by position; everything.
 /// - `Sink::open_destination`, `Sink::placed` (concepts/weight_sink.hpp): destinations that exist
 ///   only around their writes.
+/// - `Sink::begin`, `Sink::prepare` with a stop token (concepts/weight_sink.hpp): a take-over ends
+///   their wait for readers. Default: the forms without, which it waits for.
+/// - `Sink::commit_estimate()` (concepts/weight_sink.hpp): a commit that would come too late is not
+///   begun. Default: no time.
 /// - `Sink::acquire()` (concepts/weight_sink.hpp): snapshots, which `/weight_checker` needs.
 /// - `Sink::parameters()` (engine/worker_engine.hpp): what the sink expects, which updates in
 /// vLLM's

@@ -5,6 +5,7 @@
 
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <chrono>
 #include <string>
 #include <thread>
@@ -181,6 +182,30 @@ TEST_CASE("a trainer does not take back a worker that another one has taken sinc
     first.check_serves(good, 8);
 }
 
+TEST_CASE("an init that is refused costs a good trainer one round, not the worker") {
+    worker_process worker{plain()};
+    trainer good{&worker};
+    CHECK(good.round(1).all_committed());
+    const manifest list{good.weights.metadata()};
+    const auto parameters = ipc::trainer_init_info{}.init_message();
+    const auto lie =
+        wire::encode(wire::native_init{.backend = "ipc",
+                                       .world_size = 2,
+                                       .plan_hash = wire::plan_hash("ipc", 2, list, parameters),
+                                       .trainer = 1,
+                                       .budget_ms = 1000,
+                                       .parameters = list,
+                                       .wire_parameters = parameters,
+                                       .transport = "{}"});
+    CHECK(worker.ask("POST", "/init_weight_transfer_engine", lie).status == 400);
+    CHECK(worker.ask("POST", "/init_weight_transfer_engine", R"({"init_info":{}})").status == 500);
+    CHECK(worker.version() == "1");
+    CHECK(worker.health() == 200);
+    CHECK_THROWS_AS(good.round(2), session_error);
+    CHECK(good.round(3).all_committed());
+    good.check_serves(worker, 3);
+}
+
 TEST_CASE("with no worker left the round ends with its error, and names it") {
     worker_process bad{plain({"--at", "begin", "--do", "die", "--in", "2"})};
     trainer t{&bad};
@@ -281,6 +306,22 @@ TEST_CASE("one of four ranks that fails to prepare leaves all four on the old ve
         CHECK(t.round(3).all_committed());
         CHECK(worker.version() == "3");
     }
+}
+
+TEST_CASE("checksums that are read all the time do not hold up the commits of several ranks") {
+    worker_process worker{plain({"--ranks", "4", "--mode", "copy_in"})};
+    trainer t{&worker};
+    std::atomic<bool> stop{false};
+    std::thread reader{[&] {
+        while (!stop) {
+            CHECK(worker.checksums().size() == 4 * parameters);
+        }
+    }};
+    for (std::uint64_t version = 1; version <= 20; ++version) {
+        CHECK(t.round(version, 5s).all_committed());
+    }
+    stop = true;
+    reader.join();
 }
 
 TEST_CASE("an in_place worker that failed says that it is dirty until a full update") {

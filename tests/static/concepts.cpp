@@ -273,6 +273,9 @@ static_assert(!WeightSink<no_version>);
 static_assert(!WeightSink<no_dirty>);
 static_assert(!HasSnapshots<archetypes::weight_sink> && !HasCommitMode<archetypes::weight_sink> &&
               !HasBouncedDestinations<archetypes::weight_sink>);
+static_assert(!HasStoppableBegin<archetypes::weight_sink> &&
+              !HasStoppablePrepare<archetypes::weight_sink> &&
+              !HasCommitEstimate<archetypes::weight_sink>);
 
 }  // namespace sink_mutants
 

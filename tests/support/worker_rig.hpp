@@ -140,12 +140,12 @@ public:
     template <class Update>
     void beside_sending(Update update) {
         ++round;
-        std::thread side{[this, round = round] {
+        std::thread side{[this, current = round] {
             try {
                 weightwire::round_of<Weights> all{*weights_, parameters_};
                 auto stream = all.stream();
                 for (std::size_t part = 0; part < sender_.parts().size(); ++part) {
-                    sender_.send(round, part, stream, soon(), {});
+                    sender_.send(current, part, stream, soon(), {});
                 }
             } catch (const weightwire::error&) {
             }

@@ -12,6 +12,7 @@
 #include <weightwire/http/http_sync_client.hpp>
 #include <weightwire/http/url.hpp>
 
+#include "../support/no_descriptors.hpp"
 #include "../support/scripted_server.hpp"
 
 using namespace std::chrono_literals;
@@ -53,6 +54,18 @@ TEST_CASE("a server address is normalized once and refused where it is none") {
     } catch (const weightwire::usage_error& refused) {
         CHECK(std::string{refused.what()}.find("secret") == std::string::npos);
     }
+}
+
+TEST_CASE("a connection for which no descriptor is left says to raise the limit") {
+    scripted_server server{[](raw_connection&) {}};
+    curl_client client{server.url()};
+    const auto answer = [&] {
+        const test_support::no_descriptors none;
+        return client.exchange({.target = "/"}, soon());
+    }();
+    CHECK(answer.fault == reply_fault::unreachable);
+    CHECK(answer.fault_text.find("raise the limit of open files") != std::string::npos);
+    static_cast<void>(raw_connection::to(server.port()));  // the script's one client
 }
 
 TEST_CASE("a POST carries its body, content type and token, and no Expect") {

@@ -169,6 +169,43 @@ TEST_CASE("a body in chunks arrives whole") {
     CHECK(client.read_until("abcdefg").find("POST|/c|||") != std::string::npos);
 }
 
+TEST_CASE("a transfer encoding other than chunked is refused, and what follows is no request") {
+    weightwire::http::server server{echo{}};
+    server.start();
+    for (const auto* encoding : {"gzip", "gzip, chunked", "identity", "chunked, gzip", "",
+                                 "gzip\r\nTransfer-Encoding: x"}) {
+        CAPTURE(encoding);
+        auto client = raw_connection::to(server.port());
+        client.send(std::string{"POST /c HTTP/1.1\r\nTransfer-Encoding: "} + encoding +
+                    "\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n");
+        const auto reply = client.read_to_end();
+        const auto head = head_of(reply);
+        CHECK((head == "HTTP/1.1 501 Not Implemented" || head == "HTTP/1.1 400 Bad Request"));
+        CHECK(reply.find("{\"error\":{\"message\":\"") != std::string::npos);
+        CHECK(reply.find("smuggled") == std::string::npos);
+        CHECK(client.closed());
+    }
+    auto client = raw_connection::to(server.port());
+    client.send("POST /c HTTP/1.1\r\nTransfer-Encoding: Chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n");
+    CHECK(client.read_until("|ab").starts_with("HTTP/1.1 200"));
+}
+
+TEST_CASE("a connection without a request ends after header_timeout, one between two later") {
+    weightwire::http::server server{echo{}, {.idle_timeout = 20s, .header_timeout = 50ms}};
+    server.start();
+    auto used = raw_connection::to(server.port());
+    used.send("GET /1 HTTP/1.1\r\n\r\n");
+    CHECK(used.read_until("GET|/1||||").starts_with("HTTP/1.1 200"));
+    auto silent = raw_connection::to(server.port());
+    const auto begin = std::chrono::steady_clock::now();
+    CHECK(silent.read_to_end().empty());
+    CHECK(silent.closed());
+    CHECK(std::chrono::steady_clock::now() - begin < 4s);
+    std::this_thread::sleep_for(100ms);
+    used.send("GET /2 HTTP/1.1\r\n\r\n");
+    CHECK(used.read_until("GET|/2||||").find("HTTP/1.1 200") != std::string::npos);
+}
+
 TEST_CASE("a client that expects 100-continue is asked for its body once") {
     weightwire::http::server server{echo{}};
     server.start();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -360,6 +361,33 @@ TEST_CASE("a transport message that contradicts the plan is refused before any b
     other_machine.boot_id = "another";
     CHECK_THROWS_AS(elsewhere.open(wire, ipc::encode(other_machine)),
                     weightwire::unsupported_error);
+}
+
+TEST_CASE("an init ends at its deadline between two mappings, not after all of them") {
+    const auto parameters = tests::awkward_model();
+    trainer_half trainer{parameters, travel::in_place, {1}};
+    const auto wire = trainer.wire_parameters();
+    auto message = ipc::decode_transport_message(trainer.inits[0].native);
+    // The same memory very often: a model of many segments.
+    message.segments.resize(ipc::most_segments, message.segments.front());
+    const auto transport = ipc::encode(message);
+    worker_half worker{parameters, 1};
+    auto fastest = std::chrono::nanoseconds::max();
+    for (int i = 0; i < 3; ++i) {
+        worker.receiver.release();  // takes time too, and is not what is measured
+        const auto began = weightwire::deadline::clock::now();
+        worker.open(wire, transport);
+        fastest =
+            std::min<std::chrono::nanoseconds>(fastest, weightwire::deadline::clock::now() - began);
+    }
+    worker.receiver.release();
+    CHECK_THROWS_AS(
+        worker.receiver.open(
+            {.wire_parameters = wire, .transport = transport, .parameters = &parameters},
+            weightwire::deadline::after(fastest / 4), {}),
+        weightwire::timeout_error);
+    worker.receiver.release();
+    worker.open(wire, transport);  // nothing of it was left behind
 }
 
 TEST_CASE("a peer that is not ours, and weights that are not in host memory, are refused by name") {

@@ -137,8 +137,8 @@ TEST_CASE("every kernel that this processor runs copies the same") {
         for (const auto count : sizes) {
             for (const std::size_t to_at : {0U, 1U, 31U, 32U, 63U}) {
                 REQUIRE(copies_exactly(
-                    [kernel = kernel](std::byte* to, const std::byte* source, std::size_t n) {
-                        shm::detail::stream_unfenced(to, source, n, kernel);
+                    [used = kernel](std::byte* to, const std::byte* source, std::size_t n) {
+                        shm::detail::stream_unfenced(to, source, n, used);
                         shm::detail::stream_fence();
                     },
                     from, 5, to_at, count));

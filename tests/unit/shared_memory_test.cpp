@@ -18,6 +18,7 @@
 #include <weightwire/fabrics/shared_memory_arena.hpp>
 
 #include "../support/forked.hpp"
+#include "../support/no_descriptors.hpp"
 
 namespace {
 
@@ -78,6 +79,41 @@ TEST_CASE("a shared segment can neither shrink nor grow, and the seals cannot be
     CHECK((seals & F_SEAL_SEAL) != 0);
     CHECK_THROWS_AS(static_cast<void>(shm::segment::create(0)), weightwire::usage_error);
     CHECK_THROWS_AS(static_cast<void>(shm::segment::create(UINT64_MAX)), weightwire::usage_error);
+}
+
+TEST_CASE("a process that can open no more files blames the limit, not its peer") {
+    const auto segment = shm::segment::create(4096);
+    const auto handle = segment.exported();
+    tests::forked child{[&](tests::channel& parent) {
+        const auto self = shm::this_process();
+        const auto says = [](auto&& call) -> std::string {
+            try {
+                call();
+            } catch (const weightwire::resource_error& refused) {
+                return has(refused.what(), "raise the limit of open files") ? "limit\n"
+                                                                            : refused.what();
+            } catch (const std::exception& other) {
+                return other.what();
+            }
+            return "nothing\n";
+        };
+        std::string text;
+        {
+            const test_support::no_descriptors none;
+            text += says([&] { static_cast<void>(shm::mapping::open(handle)); });
+            text += says([] { static_cast<void>(shm::this_process()); });
+            text += says([] { static_cast<void>(shm::address_map::of_this_process()); });
+            text += says([] { static_cast<void>(shm::sealed_descriptor_of({})); });
+            const shm::process_watch watch{{.pid = handle.pid, .start_time = handle.start_time}};
+            text += watch.alive() ? "alive" : "dead";
+            const shm::process_watch nobody{{.pid = -1, .start_time = 1}};
+            text += nobody.alive() ? " somebody" : " nobody";
+        }
+        const shm::process_watch wrong{{.pid = self.pid, .start_time = self.start_time + 1}};
+        text += wrong.alive() ? " alive" : " dead";
+        parent.put_text(text);
+    }};
+    CHECK(child.to().rest() == "limit\nlimit\nlimit\nlimit\nalive nobody dead");
 }
 
 TEST_CASE("a segment that no memory can back is an error, not a crash") {

@@ -6,6 +6,7 @@
 #include <map>
 #include <span>
 #include <stdexcept>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -209,6 +210,36 @@ TEST_CASE("a model that stages is never dirty and keeps the old version") {
     sink.rollback();
     CHECK_FALSE(sink.dirty());
     CHECK(model.live.at("head") == sink_test::pattern(1, "head", 8));
+}
+
+namespace {
+
+/// A model whose own preparation waits, and ends at the stop.
+struct waiting_model {
+    bool stopped = false;
+    void load(std::span<const named_tensor>) {}
+    void prepare(deadline, const std::stop_token& stop) {
+        stopped = stop.stop_requested();
+        if (stopped) {
+            throw cancelled_error{"the model need not be ready any more"};
+        }
+    }
+};
+
+}  // namespace
+
+TEST_CASE("a model that waits to be ready is told to stop") {
+    waiting_model model;
+    loading_sink sink{model, {.buffer_bytes = 1U << 10U}};
+    const manifest nothing{{{"layers.0.none", dtype::f32, {0}}}};
+    std::stop_source stop;
+    static_cast<void>(sink.begin({.version = 1}, nothing, soon()));
+    sink.prepare(soon(), stop.get_token());
+    stop.request_stop();
+    CHECK_THROWS_AS(sink.prepare(soon(), stop.get_token()), cancelled_error);
+    CHECK(model.stopped);
+    sink.rollback();
+    CHECK(sink.version() == 0);
 }
 
 TEST_CASE("a model that knows its parameters is covered strictly") {

@@ -30,6 +30,9 @@ using sink_test::update;
 static_assert(WeightSink<parameter_table>);
 static_assert(HasSnapshots<parameter_table>);
 static_assert(HasCommitMode<parameter_table>);
+static_assert(HasStoppableBegin<parameter_table>);
+static_assert(HasStoppablePrepare<parameter_table>);
+static_assert(HasCommitEstimate<parameter_table>);
 static_assert(!std::is_copy_constructible_v<parameter_table>);
 static_assert(!std::is_copy_constructible_v<snapshot>);
 static_assert(std::is_nothrow_move_constructible_v<snapshot>);
@@ -290,6 +293,87 @@ TEST_CASE("in_place waits for readers in begin and stays clean when it gives up"
     held.reset();
     update(table, 2);
     CHECK(holds(table.acquire(), 2));
+}
+
+TEST_CASE("a session that waits for readers ends its wait when it is stopped") {
+    for (const auto mode : {commit_mode::flip, commit_mode::copy_in, commit_mode::in_place}) {
+        CAPTURE(to_string(mode));
+        parameter_table table{small_model(), in_mode(mode)};
+        update(table, 1);
+        std::optional<snapshot> held{table.acquire()};
+        if (mode == commit_mode::flip) {
+            update(table, 2);
+        }
+        const auto version = table.version();
+        std::stop_source stop;
+        std::jthread stops{[&] {
+            std::this_thread::sleep_for(5ms);
+            stop.request_stop();
+        }};
+        const auto wait = [&] {
+            fill(table.begin(session_of(3), table.parameters(), soon(), stop.get_token()),
+                 table.parameters(), 3);
+            table.prepare(soon(), stop.get_token());
+        };
+        CHECK_THROWS_AS(wait(), cancelled_error);
+        CHECK_THROWS_AS(wait(), error);  // at once, since it is stopped; or the session is open
+        table.rollback();
+        CHECK(table.version() == version);
+        CHECK_FALSE(table.dirty());
+        CHECK(table.acquire().version() == version);  // the door is open
+        held.reset();
+        update(table, 4);
+        CHECK(holds(table.acquire(), 4));
+    }
+}
+
+TEST_CASE("only copy_in says that a commit takes time, and the more bytes the more") {
+    const manifest model{{{"layers.0.w", dtype::f32, {256, 1024}},
+                          {"layers.1.w", dtype::f32, {256, 1024}},
+                          {"layers.2.w", dtype::f32, {256, 1024}}}};
+    const manifest part{{{"layers.1.w", dtype::f32, {256, 1024}}}};
+    for (const auto mode : {commit_mode::flip, commit_mode::in_place}) {
+        parameter_table table{model, in_mode(mode)};
+        static_cast<void>(table.begin(session_of(1), model, soon()));
+        CHECK(table.commit_estimate() == 0ns);
+    }
+    for (const auto staging : {staging_time::at_construction, staging_time::on_first_use}) {
+        parameter_table table{model, {.mode = commit_mode::copy_in, .staging = staging}};
+        CHECK(table.commit_estimate() == 0ns);
+        static_cast<void>(table.begin(session_of(1), model, soon()));
+        const auto whole = table.commit_estimate();
+        CHECK(whole > 0ns);  // before the first commit
+        table.rollback();
+        static_cast<void>(table.begin(session_of(1, true), part, soon()));
+        CHECK(table.commit_estimate() > 0ns);
+        CHECK(table.commit_estimate() < whole);
+        table.prepare(soon());
+        table.commit(1);
+        static_cast<void>(table.begin(session_of(2), model, soon()));
+        CHECK(table.commit_estimate() > 0ns);
+    }
+}
+
+TEST_CASE("one slow copy does not make the estimate of the next, and three are forgotten in time") {
+    const auto copies = [](std::chrono::milliseconds time) {
+        return [time] {
+            std::this_thread::sleep_for(time);
+            return std::uint64_t{1} << 20U;
+        };
+    };
+    detail::copy_rate rate;
+    CHECK(rate.time_for(1U << 20U) == 0ns);
+    rate.tried(copies(0ms));
+    rate.took(copies(100ms));
+    CHECK(rate.time_for(1U << 20U) < 100ms);
+    rate.took(copies(100ms));
+    CHECK(rate.time_for(1U << 20U) >= 100ms);
+    CHECK(rate.time_for(UINT64_MAX) > 1h);  // and no overflow
+    rate.forget_one();
+    rate.forget_one();
+    CHECK(rate.time_for(1U << 20U) < 100ms);
+    rate.took([] { return std::uint64_t{1}; });  // too few to tell
+    CHECK(rate.time_for(1U << 20U) < 100ms);
 }
 
 TEST_CASE("a reader with a deadline waits for the end of a session") {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <doctest/doctest.h>
+#include <sys/stat.h>
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -219,6 +221,30 @@ TEST_CASE_FIXTURE(in_folder,
     CHECK_NOTHROW((void)source.weights());
     std::filesystem::resize_file(path, 100);
     CHECK_THROWS_AS((void)source.weights(), data_error);
+}
+
+TEST_CASE_FIXTURE(in_folder,
+                  "safetensors: a file overwritten at its size is refused at the next round") {
+    const auto content = safetensors_bytes("{" + entry("a", 0, 64) + "}", 64);
+    const auto path = folder.write("m.safetensors", content);
+    const auto written = std::filesystem::last_write_time(path);
+    safetensors_source source{path};
+    auto moved = std::move(source);
+    CHECK_NOTHROW((void)moved.weights());
+    folder.write("m.safetensors", content);
+    std::filesystem::last_write_time(path, written + std::chrono::nanoseconds{1});
+    try {
+        (void)moved.weights();
+        FAIL("the file was written to");
+    } catch (const data_error& problem) {
+        CHECK_SAYS(std::string{problem.what()}, "m.safetensors: the file was written to after");
+    }
+}
+
+TEST_CASE_FIXTURE(in_folder, "safetensors: a pipe is refused and does not wait for a writer") {
+    const std::string path = folder / "p.safetensors";
+    REQUIRE(::mkfifo(path.c_str(), 0600) == 0);
+    CHECK_SAYS(refusal("p.safetensors"), "p.safetensors: this is no regular file");
 }
 
 TEST_CASE_FIXTURE(in_folder,

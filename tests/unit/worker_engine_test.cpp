@@ -739,3 +739,45 @@ TEST_CASE("Strided destinations are digested in C order") {
     gathered.insert(gathered.end(), memory.begin() + 12, memory.begin() + 18);
     CHECK(detail::tensor_digest(rows) == digest(std::as_bytes(std::span{gathered})));
 }
+
+TEST_CASE("A digest can be ended between its pieces") {
+    std::vector<std::byte> memory((std::size_t{3} << 20U) + 40);
+    for (std::size_t i = 0; i < memory.size(); ++i) {
+        memory[i] = static_cast<std::byte>(i * 7 + i / 1000);
+    }
+    const auto size = static_cast<std::int64_t>(memory.size());
+    const tensor_view dense{memory.data(), dtype::u8, {size}};
+    const tensor_view strided{memory.data(), dtype::u8, {size / 2}, {2}};
+    for (const auto& tensor : {dense, strided}) {
+        std::size_t pieces = 0;
+        std::size_t bytes = 0;
+        const auto whole = detail::tensor_digest(tensor, [&](std::size_t count) {
+            ++pieces;
+            bytes += count;
+        });
+        CHECK(whole == detail::tensor_digest(tensor));
+        CHECK(pieces >= 4);
+        CHECK(bytes == tensor.byte_size());
+        CHECK_THROWS_AS(static_cast<void>(detail::tensor_digest(
+                            tensor, [](std::size_t) { throw cancelled_error{"enough"}; })),
+                        cancelled_error);
+    }
+    CHECK(detail::tensor_digest(dense) == digest(memory));
+}
+
+TEST_CASE("Digests that nobody waits for any more are not compared to their end") {
+    const manifest parameters{{{"a", dtype::u8, {std::int64_t{4} << 20U}}}};
+    parameter_table table{parameters};
+    const detail::session_list list{parameters};
+    detail::rank_session<parameter_table> rank{table};
+    rank.begin({.version = 1}, list, soon(), {});
+    rank.wrote(0, 0, parameters[0].byte_size(), soon());
+    const std::vector<std::uint64_t> wrong{1};
+    std::stop_source stop;
+    CHECK_THROWS_AS(rank.complete(wrong, soon(), stop.get_token()), integrity_error);
+    CHECK_THROWS_AS(rank.complete(wrong, deadline::after(-1s), stop.get_token()), timeout_error);
+    stop.request_stop();
+    CHECK_THROWS_AS(rank.complete(wrong, soon(), stop.get_token()), cancelled_error);
+    rank.rollback();
+    CHECK(table.version() == 0);
+}

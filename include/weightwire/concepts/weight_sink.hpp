@@ -1,10 +1,12 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <chrono>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <stop_token>
 #include <string_view>
 #include <type_traits>
 
@@ -26,6 +28,9 @@
 ///   wait for readers up to the deadline. A second `begin` without an end is a `session_error`.
 /// - `prepare` does everything that can fail or block; after it `commit` only swaps or copies.
 /// - `commit` and `rollback` do not throw. `rollback` is legal at any time and idempotent.
+/// - A wait for readers inside `begin` or `prepare` should end when the call that it serves is
+/// asked to stop: `HasStoppableBegin`, `HasStoppablePrepare`. Without them a new trainer waits with
+/// it.
 /// - `group_complete` may be called more than once for a group.
 /// - Calls come from one thread at a time; readers run beside them.
 ///
@@ -120,6 +125,30 @@ template <class S>
 concept HasBouncedDestinations = requires(S& sink, std::size_t parameter, deadline until) {
     { sink.open_destination(parameter, until) } -> std::same_as<mutable_tensor_view>;
     sink.placed(parameter, until);
+};
+
+/// Optional: `begin(session, manifest, deadline, stop)`. Called instead of the form without `stop`;
+/// throws `cancelled_error` when the stop is requested while it waits. A sink that waits for
+/// readers has it, so that a new trainer need not wait for them too.
+template <class S>
+concept HasStoppableBegin =
+    requires(S& sink, const session_info& session, const manifest& parameters, deadline until,
+             const std::stop_token& stop) {
+        {
+            sink.begin(session, parameters, until, stop)
+        } -> std::convertible_to<std::span<const destination>>;
+    };
+/// Optional: `prepare(deadline, stop)`, as `HasStoppableBegin`.
+template <class S>
+concept HasStoppablePrepare =
+    requires(S& sink, deadline until, const std::stop_token& stop) { sink.prepare(until, stop); };
+
+/// Optional: `commit_estimate()`, how long a commit of the prepared session will take, as an honest
+/// guess. A worker does not begin a commit that would end after its trainer gave up. A sink whose
+/// commit only swaps has no need of it.
+template <class S>
+concept HasCommitEstimate = requires(const S& sink) {
+    { sink.commit_estimate() } -> std::convertible_to<std::chrono::nanoseconds>;
 };
 
 /// Optional: how commits work, for reports.

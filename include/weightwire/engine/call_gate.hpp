@@ -81,14 +81,22 @@ public:
 
 private:
     std::stop_source acquire(kind how, deadline until, const std::stop_token& stop, phase where) {
-        std::unique_lock lock{mutex_};
         const bool takes_over = how == kind::take_over;
+        std::stop_source next{std::nostopstate};
+        if (takes_over) {
+            next = std::stop_source{};
+        }
+        std::unique_lock lock{mutex_};
         if (takes_over) {
             ++take_overs_;
             if (busy_) {
-                // Under the lock, so that it cannot hit a call that enters later. What runs inside
-                // are the receivers' wake-ups, which know nothing of this gate.
-                running_.request_stop();
+                // Outside the lock, since stop callbacks are the user's code too and may ask this
+                // worker. The source goes with the call that runs, so that the request cannot hit
+                // one that enters meanwhile.
+                std::swap(running_, next);
+                lock.unlock();
+                next.request_stop();
+                lock.lock();
             }
         }
         const auto may_enter = [&] { return !busy_ && (takes_over || take_overs_ == 0); };

@@ -1,15 +1,20 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <weightwire/concepts/update_target.hpp>
 #include <weightwire/concepts/weight_sink.hpp>
+#include <weightwire/core/deadline.hpp>
 #include <weightwire/core/digest.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
@@ -60,10 +65,15 @@ public:
     /// Asks the sink for its destinations.
     /// @param list lives until the session ends.
     /// @throws what the sink throws; usage_error the sink broke its contract.
-    void begin(const session_info& info, const session_list& list, deadline until) {
+    void begin(const session_info& info, const session_list& list, deadline until,
+               const std::stop_token& stop) {
         list_ = &list;
         open_ = true;  // also when begin throws half way: rollback is legal at any time
-        destinations_ = sink_->begin(info, list.parameters(), until);
+        if constexpr (HasStoppableBegin<Sink>) {
+            destinations_ = sink_->begin(info, list.parameters(), until, stop);
+        } else {
+            destinations_ = sink_->begin(info, list.parameters(), until);
+        }
         check_destinations();
         coverage_ = coverage{list.parameters()};
         missing_ = list.with_bytes();
@@ -109,17 +119,37 @@ public:
     /// Everything that can fail before a commit: coverage, digests, the sink's own preparation.
     /// @param digests one a parameter, or empty.
     /// @throws coverage_error, integrity_error naming the tensor; what the sink throws.
-    void complete(std::span<const std::uint64_t> digests, deadline until) {
+    /// @throws timeout_error, cancelled_error between pieces of the digests too: those of a large
+    /// model take seconds, which nobody may wait for any more.
+    void complete(std::span<const std::uint64_t> digests, deadline until,
+                  const std::stop_token& stop) {
         check_coverage();
+        pacer pace{until, stop};
         for (std::size_t i = 0; i < digests.size(); ++i) {
-            check_digest(i, digests[i]);
+            check_digest(i, digests[i], pace);
         }
         for (std::size_t group = 0; group < list_->group_count(); ++group) {
             if (list_->with_bytes()[group] == 0) {
                 sink_->group_complete(group);  // no write has announced it
             }
         }
-        sink_->prepare(until);
+        if constexpr (HasStoppablePrepare<Sink>) {
+            sink_->prepare(until, stop);
+        } else {
+            sink_->prepare(until);
+        }
+    }
+    /// What `commit` will take, as the sink guesses: never negative, and at most a day, so that it
+    /// can be added to any instant of a clock.
+    [[nodiscard]] std::chrono::nanoseconds commit_estimate() const {
+        if constexpr (HasCommitEstimate<Sink>) {
+            using std::chrono::nanoseconds;
+            constexpr nanoseconds most = std::chrono::hours{24};
+            const Sink& sink = *sink_;
+            return std::clamp(nanoseconds{sink.commit_estimate()}, nanoseconds{0}, most);
+        } else {
+            return {};
+        }
     }
 
     void commit(weight_version version) noexcept {
@@ -139,6 +169,36 @@ public:
     [[nodiscard]] Sink& sink() const noexcept { return *sink_; }
 
 private:
+    /// Asks the clock and the stop once a MiB, over small tensors and large ones alike: a model of
+    /// many small tensors shall not pay for the clock at each.
+    class pacer {
+    public:
+        pacer(deadline until, const std::stop_token& stop) : until_{until}, stop_{&stop} {}
+        void operator()(std::size_t bytes) {
+            since_ += bytes;
+            if (since_ < interval) {
+                return;
+            }
+            since_ = 0;
+            if (stop_->stop_requested()) {
+                throw cancelled_error{"nobody waits for the digests; nothing is committed",
+                                      {.phase = phase::finish}};
+            }
+            if (until_.expired()) {
+                throw timeout_error{
+                    "the digests were not compared in time; nothing is committed, allow more time "
+                    "or send without digests",
+                    {.phase = phase::finish}};
+            }
+        }
+
+    private:
+        static constexpr std::size_t interval = std::size_t{1} << 20U;
+        deadline until_;
+        const std::stop_token* stop_;
+        std::size_t since_ = interval;  // the first piece asks
+    };
+
     /// A sink is the user's code: what it promises is checked once a session, not trusted.
     void check_destinations() const {
         const auto& parameters = list_->parameters();
@@ -195,7 +255,7 @@ private:
         }
     }
 
-    void check_digest(std::size_t i, std::uint64_t expected) const {
+    void check_digest(std::size_t i, std::uint64_t expected, pacer& pace) const {
         const auto& parameter = list_->parameters()[i];
         const auto& kind = destinations_[i].kind;
         // An alias shares its owner's storage, so it must have been sent with the same bytes.
@@ -205,7 +265,7 @@ private:
             !coverage_.whole(at)) {
             return;
         }
-        const auto found = digest_of(at);
+        const auto found = digest_of(at, pace);
         if (found != expected) {
             throw integrity_error{"the bytes in place have digest " + digest_text(found) +
                                       ", the trainer sent digest " + digest_text(expected) +
@@ -214,11 +274,11 @@ private:
         }
     }
 
-    [[nodiscard]] std::uint64_t digest_of(std::size_t i) const {
+    [[nodiscard]] std::uint64_t digest_of(std::size_t i, [[maybe_unused]] pacer& pace) const {
         if constexpr (HasBouncedDestinations<Sink>) {
             return digests_[i];
         } else {
-            return tensor_digest(destinations_[i].where);
+            return tensor_digest(destinations_[i].where, std::ref(pace));
         }
     }
 

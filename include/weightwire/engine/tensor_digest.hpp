@@ -43,8 +43,15 @@ void each_run(const basic_tensor_view<Byte>& tensor, std::size_t run_dimensions,
     }
 }
 
+/// For a digest that nothing ends early.
+struct no_pause {
+    void operator()(std::size_t /*bytes*/) const noexcept {}
+};
+
 /// Gathers a strided tensor through a small buffer: pieces of a digest begin at multiples of 8.
-[[nodiscard]] inline std::uint64_t strided_digest(const tensor_view& tensor) {
+/// @param pause as for `tensor_digest`.
+template <class Pause>
+[[nodiscard]] std::uint64_t strided_digest(const tensor_view& tensor, Pause& pause) {
     constexpr std::size_t chunk = std::size_t{64} << 10U;
     const auto item = item_bits(tensor.type()) / 8;
     const auto rank = tensor.extents().size();
@@ -64,16 +71,34 @@ void each_run(const basic_tensor_view<Byte>& tensor, std::size_t run_dimensions,
                 sum += digest_piece(buffer, offset);
                 offset += chunk;
                 held = 0;
+                pause(chunk);
             }
         }
     });
     sum += digest_piece(std::span{buffer}.first(held), offset);
+    pause(held);
     return digest_finish(sum, tensor.byte_size());
 }
 
+/// The digest in pieces, with a pause after each.
+template <class Pause>
+[[nodiscard]] std::uint64_t contiguous_digest(std::span<const std::byte> bytes, Pause& pause) {
+    constexpr std::size_t piece = std::size_t{1} << 20U;
+    std::uint64_t sum = 0;
+    for (std::size_t at = 0; at < bytes.size(); at += piece) {
+        const auto some = bytes.subspan(at, std::min(piece, bytes.size() - at));
+        sum += digest_piece(some, at);
+        pause(some.size());
+    }
+    return digest_finish(sum, bytes.size());
+}
+
 /// Digest of the tensor's elements in C order.
+/// @param pause called as `pause(bytes)` after each piece of at most 1 MiB; ends the digest by
+/// throwing.
 /// @throws unsupported_error the tensor is not in host memory, or has strides and a 6-bit type.
-[[nodiscard]] inline std::uint64_t tensor_digest(const tensor_view& tensor) {
+template <class Pause = no_pause>
+[[nodiscard]] std::uint64_t tensor_digest(const tensor_view& tensor, Pause pause = {}) {
     if (tensor.byte_size() == 0) {
         return digest({});
     }
@@ -83,12 +108,12 @@ void each_run(const basic_tensor_view<Byte>& tensor, std::size_t run_dimensions,
             "host memory"};
     }
     if (tensor.is_contiguous()) {
-        return digest(tensor.bytes());
+        return contiguous_digest(tensor.bytes(), pause);
     }
     if (item_bits(tensor.type()) % 8 != 0) {
         throw unsupported_error{"a bit-packed tensor with strides has no byte order to digest"};
     }
-    return strided_digest(tensor);
+    return strided_digest(tensor, pause);
 }
 
 }  // namespace weightwire::detail

@@ -14,6 +14,7 @@
 #include <weightwire/core/digest.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
+#include <weightwire/engine/session.hpp>
 #include <weightwire/engine/worker_ranks.hpp>
 #include <weightwire/wire/json_reader.hpp>
 #include <weightwire/wire/native.hpp>
@@ -70,6 +71,46 @@ void check_native_init(const wire::native_init& message, std::size_t ranks) {
         wire::plan_hash(name, message.world_size, message.parameters, message.wire_parameters);
     if (hash != message.plan_hash) {
         refuse("the plan hash", digest_text(message.plan_hash), digest_text(hash));
+    }
+}
+
+/// The part that an update call names is a run of the manifest's `size` parameters.
+/// @throws protocol_error it is not.
+inline void require_part(const wire::native_update& message, std::size_t size,
+                         error_context where) {
+    if (message.first > size || message.count > size - message.first) {
+        throw protocol_error{"the update call names " + std::to_string(message.count) +
+                                 " parameters from " + std::to_string(message.first) + " on, of " +
+                                 std::to_string(size),
+                             std::move(where)};
+    }
+}
+
+/// @throws unsupported_error this backend has no form in vLLM's wire.
+template <class Tag>
+void require_speaks_vllm() {
+    if constexpr (!backend_traits<Tag>::capabilities.speaks_vllm) {
+        constexpr std::string_view name = backend_traits<Tag>::wire_name;
+        throw unsupported_error{
+            "this worker's backend takes weights from a weightwire trainer "
+            "only; it does not speak vLLM's wire",
+            {.phase = phase::init, .backend = std::string{name}}};
+    }
+}
+
+/// A trainer may take any worker, but does so once: what it lost it gets back only while no other
+/// trainer has come, or two of them would take it from each other for ever.
+/// @param last the last native init, null when there was none or a vLLM trainer came after it.
+/// @throws session_refused stale: another trainer has come.
+inline void check_native_owner(const wire::native_init& message, const wire::native_init* last,
+                               bool vllm_trainer, error_context where) {
+    const bool ours = last != nullptr && last->trainer == message.trainer;
+    const bool free = last == nullptr && !vllm_trainer;
+    if (!message.take_over && !ours && !free) {
+        throw session_refused{session_fault::stale,
+                              "another trainer has taken this worker since; make a new engine to "
+                              "take it back",
+                              std::move(where)};
     }
 }
 

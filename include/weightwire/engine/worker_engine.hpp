@@ -10,6 +10,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <stop_token>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -24,6 +25,7 @@
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/call_gate.hpp>
+#include <weightwire/engine/idle_watch.hpp>
 #include <weightwire/engine/session.hpp>
 #include <weightwire/engine/worker_checks.hpp>
 #include <weightwire/engine/worker_session.hpp>
@@ -47,7 +49,9 @@ namespace weightwire {
 /// are answered while a call runs.
 ///
 /// With one rank the calling thread does all the work; with several, each further rank has a thread
-/// that lives as long as the engine. Ranks commit only when all have prepared.
+/// that lives as long as the engine. Ranks commit only when all have prepared. A thread that sleeps
+/// watches over open sessions from the first start on, and rolls back one whose trainer fell
+/// silent; the event sink hears of that from it, but never of two things at once.
 ///
 /// Thread-safe; neither copied nor moved. No call may run when it is destroyed.
 template <class Tag, class Sink, class Events = no_events>
@@ -56,6 +60,7 @@ class worker_engine {
     using traits = backend_traits<Tag>;
     using turn = detail::call_gate::entry;
     using turn_kind = detail::call_gate::kind;
+    using time_point = deadline::clock::time_point;
 
 public:
     using backend = Tag;
@@ -79,12 +84,17 @@ public:
     /// with this worker cannot disturb one that does.
     /// @throws mismatch_error another wire version, backend, plan hash or world size.
     /// @throws timeout_error the running call did not leave in time.
+    /// @throws cancelled_error the client no longer waits: nothing has changed.
+    /// @throws session_refused the trainer lost this worker, and another one has come since.
     /// @throws what the receivers throw; the epoch has begun all the same.
     wire::native_init_reply init(wire::native_init message, const worker_call& call) {
         detail::check_native_init<Tag>(message, world_size());
         const auto until = native_deadline(message.budget_ms);
-        sessions_.supersede_running_call();
-        turn mine{gate_, turn_kind::take_over, until, call.stop, phase::init};
+        turn mine{gate_, turn_kind::take_over, until, superseding(call), phase::init};
+        require_caller(call, phase::init);
+        detail::check_native_owner(message, taken_ ? native_.get() : nullptr,
+                                   taken_ && vllm_ != nullptr, at(phase::init));
+        taken_ = false;  // until it has worked: a trainer that was refused leaves the worker free
         sessions_.begin_epoch([&] {
             vllm_ = nullptr;
             native_ = std::make_unique<wire::native_init>(std::move(message));
@@ -94,6 +104,7 @@ public:
                           .parameters = &native_->parameters},
                          native_->rank_offset, native_->world_size, until, mine);
         });
+        taken_ = true;
         const auto now = board().read();
         return {.epoch = now.epoch,
                 .plan_hash = native_->plan_hash,
@@ -105,14 +116,17 @@ public:
     /// @throws session_refused a stale epoch, an open session, or a version that is not above this
     /// worker's and not forced.
     /// @throws dirty_error a partial session on a worker that is dirty.
+    /// @throws cancelled_error the client no longer waits: nothing has changed.
     wire::native_start_reply start(const wire::native_start& message, const worker_call& call) {
         const auto until = native_deadline(message.budget_ms);
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::start};
         sessions_.end_idle_session();
         require_native({.epoch = message.epoch}, phase::start);
+        require_caller(call, phase::start);
+        watch_.prepare();
         const session_request request{message.version, message.partial, message.force};
         sessions_.begin_session({.epoch = message.epoch}, request, until, mine, [] {});
-        sessions_.keep_session(until.when() + options().answer_margin);
+        keep_session(until.later(options().answer_margin));
         return {.session = board().look([](const worker_status& s) { return s.session; })};
     }
     /// Receives one part on every rank at once. With one rank nothing is allocated between the
@@ -130,18 +144,19 @@ public:
                             ", init agreed on plan " + digest_text(native_->plan_hash),
                         at(phase::update)};
                 }
-                require_part(message);
+                detail::require_part(message, native_->parameters.size(), at(phase::update));
                 return update_message{.round = message.round,
                                       .part = message.part,
                                       .first = message.first,
                                       .count = message.count,
                                       .native = true};
             });
-        sessions_.keep_session(until.when() + options().answer_margin);
+        keep_session(until.later(options().answer_margin));
         return reply;
     }
-    /// Checks coverage and digests and prepares every rank, then commits if the trainer still
-    /// counts on it: the deadline has not passed, the client waits, nobody took over.
+    /// Checks coverage and digests and prepares every rank, then commits if the trainer will still
+    /// count on it at the end: a commit that its sinks expect to outlast the deadline is not begun,
+    /// nor one whose client has left or that a take-over came before.
     wire::native_finish_reply finish(const wire::native_finish& message, const worker_call& call) {
         const auto until = native_deadline(message.budget_ms);
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::finish};
@@ -151,15 +166,16 @@ public:
             return s.finish_begin({message.epoch, message.session});
         });
         const auto version = sessions_.state().info().version;
-        sessions_.commit(version, std::to_string(version), message.digests, until, mine, [&] {
-            if (message.version != version) {
-                throw mismatch_error{"finish names version " + std::to_string(message.version) +
-                                         ", start named " + std::to_string(version),
-                                     at(phase::finish)};
-            }
-            require_wanted(call, until, mine);
-            require_before(message);
-        });
+        sessions_.commit(
+            version, std::to_string(version), message.digests, until, mine, [&](auto takes) {
+                if (message.version != version) {
+                    throw mismatch_error{"finish names version " + std::to_string(message.version) +
+                                             ", start named " + std::to_string(version),
+                                         at(phase::finish)};
+                }
+                require_wanted(call, until, mine, takes);
+                require_before(message, takes);
+            });
         return {.version = version};
     }
 
@@ -168,10 +184,12 @@ public:
     /// @throws unsupported_error the sink does not say what it holds, or ranks hold different
     /// lists.
     void init(const wire::vllm_init& message, const worker_call& call) {
+        detail::require_speaks_vllm<Tag>();
         detail::require_common_parameters(ranks());
         const auto until = vllm_deadline();
-        sessions_.supersede_running_call();
-        turn mine{gate_, turn_kind::take_over, until, call.stop, phase::init};
+        turn mine{gate_, turn_kind::take_over, until, superseding(call), phase::init};
+        require_caller(call, phase::init);
+        taken_ = false;
         sessions_.begin_epoch([&] {
             native_ = nullptr;
             vllm_ = std::make_unique<wire::vllm_init>(message);
@@ -180,6 +198,7 @@ public:
             }
             open_for_vllm(until, mine);
         });
+        taken_ = true;
     }
     /// @throws unsupported_error runtime names instead of checkpoint names, which only vLLM has.
     /// @throws session_refused no init, or an open session.
@@ -194,12 +213,14 @@ public:
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::start};
         sessions_.end_idle_session();
         require_vllm(phase::start);
+        require_caller(call, phase::start);
+        watch_.prepare();
         sessions_.begin_session({}, {.version = version() + 1}, until, mine, [&] {
             if (!ranks().open()) {
                 reopen(until, mine);
             }
         });
-        sessions_.keep_session(vllm_deadline().when());
+        keep_session(vllm_deadline());
     }
     /// @throws coverage_error a name that the session does not have, or another dtype or shape.
     void update(const std::shared_ptr<const wire::vllm_update_request>& request,
@@ -220,7 +241,7 @@ public:
         require_vllm(phase::finish);
         sessions_.step(phase::finish, [](session& s) { return s.finish_begin({}); });
         sessions_.commit(version_of(message.weight_version), message.weight_version, {}, until,
-                         mine, [&] { require_wanted(call, until, mine); });
+                         mine, [&](auto takes) { require_wanted(call, until, mine, takes); });
     }
     /// `/update_weight_version`: a label, no weights.
     void set_label(std::string label) {
@@ -232,6 +253,7 @@ public:
     /// The worker now. Rolls back a session that has outlived its time, unless a call runs.
     [[nodiscard]] worker_status status() {
         auto now = board().read();
+        // The watch does this too; who asks first must not see an ended session as open.
         if (now.session != 0 && deadline::clock::now() >= now.session_ends) {
             if (const turn mine{gate_}; mine) {
                 sessions_.end_idle_session();
@@ -269,12 +291,13 @@ public:
         const auto until = vllm_deadline();
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::serve};
         sessions_.end_idle_session();
+        require_caller(call, phase::serve);
         if (sessions_.state().state() == session_state::active) {
             throw session_refused{session_fault::already_active,
                                   to_string(session_fault::already_active), at(phase::serve)};
         }
         if constexpr (HasParameters<Sink>) {
-            zero_and_commit(sink(0).parameters(), until, mine);
+            zero_and_commit(sink(0).parameters(), call, until, mine);
         }
     }
 
@@ -295,26 +318,47 @@ private:
         return deadline::after(options().vllm_call_budget);
     }
 
+    void keep_session(deadline until) { watch_.look_at(sessions_.keep_session(until.when())); }
+    /// On the watch's thread. Waits for its turn as a call does: one that runs may keep the
+    /// session, or leave it as it is, and is not disturbed.
+    time_point end_overdue_session(const std::stop_token& stop) noexcept {
+        try {
+            const turn mine{gate_, turn_kind::ordinary, deadline::at(time_point::max()), stop,
+                            phase::serve};
+            sessions_.end_idle_session();
+        } catch (...) {
+            return time_point::max();  // the engine goes; or a sink's dirty() threw, after the end
+        }
+        return sessions_.session_ends();
+    }
+
     // Checks before anything changes.
+
+    /// A call may have lain in a queue while this process was stopped, its trainer long gone: such
+    /// a call must not push out a trainer that is there, nor open a session that nobody ends.
+    /// @throws cancelled_error the client no longer waits.
+    void require_caller(const worker_call& call, phase where) const {
+        if (call.stop.stop_requested() || !call.client_is_waiting()) {
+            throw cancelled_error{"the client no longer waits for this call; nothing has changed",
+                                  at(where)};
+        }
+    }
+    /// An init that is let in marks the running call before it waits for it.
+    const std::stop_token& superseding(const worker_call& call) {
+        require_caller(call, phase::init);
+        sessions_.supersede_running_call();
+        return call.stop;
+    }
 
     /// A native call names its epoch and session always; the session machine takes 0 for vLLM's.
     void require_native(session_key key, phase where) const {
         const auto epoch = sessions_.state().epoch();
         const bool names_session = where == phase::start || key.session != 0;
-        if (epoch != 0 && (key.epoch != epoch || !names_session)) {
+        if (taken_ && (key.epoch != epoch || !names_session)) {
             throw session_refused{session_fault::stale, to_string(session_fault::stale), at(where)};
         }
-        require_initialized(native_ != nullptr && (where != phase::start || ranks().open()), where);
-    }
-    /// The part is a run of the manifest.
-    void require_part(const wire::native_update& message) const {
-        const auto size = native_->parameters.size();
-        if (message.first > size || message.count > size - message.first) {
-            throw protocol_error{
-                "the update call names parameters " + std::to_string(message.first) + " to " +
-                    std::to_string(message.first + message.count) + " of " + std::to_string(size),
-                at(phase::update)};
-        }
+        require_initialized(
+            taken_ && native_ != nullptr && (where != phase::start || ranks().open()), where);
     }
     /// Without an open session the session machine says what is wrong, in vLLM's words.
     void require_vllm(phase where) const {
@@ -338,7 +382,7 @@ private:
         sessions_.end_idle_session();
         require_vllm(phase::update);
         sessions_.receive({}, request, until, mine, describe);
-        sessions_.keep_session(vllm_deadline().when());
+        keep_session(vllm_deadline());
     }
     /// A receiver reads vLLM's `init_info` itself: only the backend knows its fields.
     void open_for_vllm(deadline until, turn& mine) {
@@ -355,13 +399,16 @@ private:
         open_for_vllm(until, mine);
     }
 
-    /// Between prepared ranks and the commit: does anybody still count on it?
+    /// Between prepared ranks and the commit: will anybody count on it when it is done? A trainer
+    /// that gave up may go on with the old version.
+    /// @param takes how long the commit will take.
     /// @throws timeout_error, cancelled_error
-    void require_wanted(const worker_call& call, deadline until, const turn& mine) const {
-        if (until.expired()) {
-            throw timeout_error{
-                "the ranks were ready only after the deadline; nothing is committed",
-                at(phase::finish)};
+    void require_wanted(const worker_call& call, deadline until, const turn& mine,
+                        std::chrono::nanoseconds takes) const {
+        if (deadline::clock::now() + takes >= until.when()) {
+            throw timeout_error{"the commit" + lasting(takes) +
+                                    " would end after the call's deadline; nothing is committed",
+                                at(phase::finish)};
         }
         if (mine.stop().stop_requested() || !call.client_is_waiting()) {
             throw cancelled_error{"the trainer no longer waits; nothing is committed",
@@ -370,14 +417,18 @@ private:
     }
     /// A worker that was stopped and resumed sees a fresh deadline of its own; the trainer's clock
     /// is the same where the boot is.
-    void require_before(const wire::native_finish& message) const {
+    void require_before(const wire::native_finish& message, std::chrono::nanoseconds takes) const {
         const bool same_clock = !boot_id_.empty() && message.boot_id == boot_id_;
-        if (same_clock && detail::monotonic_ns() >= message.commit_before_ns) {
-            throw timeout_error{
-                "the instant has passed after which the trainer counts on no commit; nothing is "
-                "committed",
-                at(phase::finish)};
+        if (same_clock && detail::monotonic_ns() + takes.count() >= message.commit_before_ns) {
+            throw timeout_error{"the commit" + lasting(takes) +
+                                    " would end after the instant from which on the trainer counts "
+                                    "on none; nothing is committed",
+                                at(phase::finish)};
         }
+    }
+    [[nodiscard]] static std::string lasting(std::chrono::nanoseconds takes) {
+        const auto count = std::chrono::ceil<std::chrono::milliseconds>(takes).count();
+        return count == 0 ? std::string{} : " of some " + std::to_string(count) + " ms";
     }
     /// A label's number, where it grows and leaves room to grow; else the next one. Snapshots name
     /// their version, so it must never repeat, whatever the opaque text says.
@@ -396,13 +447,15 @@ private:
 
     /// A commit outside of any session. The list of the open plan is put back afterwards, so that
     /// the trainer may go on.
-    void zero_and_commit(const manifest& parameters, deadline until, turn& mine) {
+    void zero_and_commit(const manifest& parameters, const worker_call& call, deadline until,
+                         turn& mine) {
         const auto now = version();
         ranks().expect(parameters);
         try {
             ranks().begin({.epoch = sessions_.state().epoch(), .version = now}, until, mine);
             ranks().zero(until, mine);
             ranks().complete({}, until, mine);
+            require_wanted(call, until, mine, ranks().commit_estimate());
             ranks().commit(now);
         } catch (...) {
             end_reset();
@@ -431,7 +484,12 @@ private:
     // Of the call that holds the gate. Before the sessions, whose receivers refer to them.
     std::unique_ptr<wire::native_init> native_;  ///< the last init, if it was a native one
     std::unique_ptr<wire::vllm_init> vllm_;      ///< the last init, if it was vLLM's
+    bool taken_ = false;                         ///< the last init has worked
     detail::worker_session<Tag, Sink, Events> sessions_;
+    detail::idle_watch watch_{
+        this, [](void* self, const std::stop_token& stop) noexcept {
+            return static_cast<worker_engine*>(self)->end_overdue_session(stop);
+        }};  // last: its thread uses all of them
 };
 
 }  // namespace weightwire

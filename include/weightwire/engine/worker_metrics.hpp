@@ -24,6 +24,7 @@ class request_counters {
 public:
     explicit request_counters(std::size_t routes) : counts_(routes * statuses.size()) {}
 
+    /// A status that is not listed counts as another: labels must stay few, whatever is answered.
     void count(std::size_t route, int status) noexcept {
         std::size_t column = 0;
         while (column + 1 < statuses.size() && statuses[column] != status) {
@@ -36,6 +37,7 @@ public:
     void each(Visit visit) const {
         for (std::size_t i = 0; i < counts_.size(); ++i) {
             if (const auto seen = counts_[i].load(std::memory_order_relaxed); seen != 0) {
+                // Most pairs never come, and a scrape would carry them all.
                 visit(i / statuses.size(), statuses[i % statuses.size()], seen);
             }
         }
@@ -65,19 +67,21 @@ public:
 
 private:
     std::string out_;
-    std::string_view name_;
+    std::string_view name_;  // of the family that samples belong to; a literal of the caller
 };
 
 /// The whole text. `routes[i]` is the path that requests of route `i` are labelled with.
 [[nodiscard]] inline std::string metrics_text(const worker_status& status, bool paused,
                                               const request_counters& requests,
                                               std::span<const std::string_view> routes) {
+    // Names are an interface: dashboards break when one changes.
     metrics_writer out;
     out.family("weightwire_weight_version", "gauge", "Last whole version of the weights.");
     out.sample(status.version);
     out.family("weightwire_dirty", "gauge", "1 while the live weights are, or may be, a mix.");
     out.sample(std::uint64_t{status.dirty ? 1U : 0U});
-    out.family("weightwire_epoch", "gauge", "Inits since the worker began.");
+    // A gauge: it begins at a random number, and growth is all that it tells.
+    out.family("weightwire_epoch", "gauge", "Grows by one an init, from a random start.");
     out.sample(status.epoch);
     out.family("weightwire_paused", "gauge", "1 between pause and resume.");
     out.sample(std::uint64_t{paused ? 1U : 0U});

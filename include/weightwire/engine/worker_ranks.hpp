@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -74,6 +75,7 @@ public:
     void open(const transport_open& with, int rank_offset, int world_size, deadline until,
               turn& mine) {
         release();
+        // All are made before any is opened: opening runs side by side, on the ranks' threads.
         for (std::size_t i = 0; i < ranks_.size(); ++i) {
             const auto local = static_cast<int>(i);
             ranks_[i].receiver.emplace(receiver_context{
@@ -104,13 +106,14 @@ public:
     /// The parameters of the sessions that follow. `parameters` lives until the next call.
     void expect(const manifest& parameters) {
         list_ = session_list{parameters};
-        placed_ = nullptr;
+        placed_ = nullptr;  // positions are those of the list before
     }
     [[nodiscard]] const manifest& parameters() const noexcept { return list_.parameters(); }
 
     /// Asks every sink for its destinations.
     void begin(const session_info& info, deadline until, turn& mine) {
-        on_all(mine, [&](std::size_t i) { ranks_[i].session.begin(info, list_, until); });
+        on_all(mine,
+               [&](std::size_t i) { ranks_[i].session.begin(info, list_, until, mine.stop()); });
     }
 
     /// Receives one update call on every rank.
@@ -124,12 +127,13 @@ public:
         }
         const auto before = bytes();
         on_all(mine, [&](std::size_t i) {
-            auto own = message;
+            auto own = message;  // vLLM's request has one entry a rank, the rest is the same
             if (named != nullptr) {
                 own.extras = named->entry(i).extras;
             }
             receive_on(ranks_[i], own, named != nullptr, until, mine.stop());
         });
+        // From the first rank's begin to the last one's end: what the trainer waits for.
         wire::native_update_reply result{.bytes = bytes() - before,
                                          .began_ns = ranks_.front().began_ns,
                                          .ended_ns = ranks_.front().ended_ns};
@@ -149,7 +153,16 @@ public:
                                      " parameters",
                                  {.phase = phase::finish}};
         }
-        on_all(mine, [&](std::size_t i) { ranks_[i].session.complete(digests, until); });
+        on_all(mine,
+               [&](std::size_t i) { ranks_[i].session.complete(digests, until, mine.stop()); });
+    }
+    /// How long `commit` will take: ranks commit side by side, so as long as the slowest.
+    [[nodiscard]] std::chrono::nanoseconds commit_estimate() const {
+        std::chrono::nanoseconds longest{0};
+        for (const auto& rank : ranks_) {
+            longest = std::max(longest, rank.session.commit_estimate());
+        }
+        return longest;
     }
     /// After a `complete` that returned: every rank shows the new version. Side by side, since a
     /// `copy_in` commit copies.
@@ -205,6 +218,7 @@ private:
     }
 
     [[nodiscard]] std::uint64_t bytes() const noexcept {
+        // Of all update calls of the session; `receive` reports the difference.
         std::uint64_t sum = 0;
         for (const auto& rank : ranks_) {
             sum += rank.session.bytes();
@@ -246,6 +260,7 @@ private:
 
     static void fill_with_zeros(const mutable_tensor_view& where, const std::string& name) {
         const auto item = item_bits(where.type()) / 8;
+        // Bits of strided tensors have neighbours that are not theirs to clear.
         if (where.device().kind != memory_kind::host ||
             (item_bits(where.type()) % 8 != 0 && !where.is_contiguous())) {
             throw unsupported_error{"this build resets whole bytes of host memory only",

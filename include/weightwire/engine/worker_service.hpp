@@ -89,6 +89,7 @@ public:
 
     /// Answers one request; blocks as long as the call that it carries.
     [[nodiscard]] http_response handle(const http_request& request) {
+        // Counted after the answer: what a client sees in /metrics has been answered.
         const auto index = route_of(request.path);
         auto response = answer(index, request);
         counters_.count(index, response.status);
@@ -106,7 +107,8 @@ private:
         http_response (worker_service::*handler)(const http_request&);
     };
     static constexpr std::size_t route_count = 14;
-    /// The last entry stands for every path that is not there.
+    /// Apart from the handlers, so that metrics label requests without naming this template. The
+    /// last entry stands for every path that is not there.
     static constexpr std::array<std::string_view, route_count + 1> paths{
         "/update_weights",
         "/start_weight_update",
@@ -156,6 +158,7 @@ private:
             return refuse(404, "Not Found");
         }
         const auto& target = routes()[index];
+        // An unknown path and a known one with another method are told apart, as vLLM does.
         if (request.method != target.method) {
             return refuse(405, "Method Not Allowed");
         }
@@ -164,6 +167,7 @@ private:
         } catch (const error& cause) {
             return wire::error_response(wire::vllm_http_error(cause));
         } catch (const std::exception& cause) {
+            // What a sink or a hook of the user throws: in the words of vLLM's own failing workers.
             return refuse(500,
                           std::string{"Call to collective_rpc method failed: "} + cause.what());
         }
@@ -207,6 +211,8 @@ private:
             if (cause.answer().status < 500) {
                 throw;  // no update at all, so the session goes on
             }
+            // A trainer that sent a bad list believes that an update has failed: its session must
+            // be over here too, or its next start is refused.
             engine_->refused_update(std::current_exception(), call_of(request));
         }
         return ok(said("Weights updated"));
@@ -313,6 +319,8 @@ private:
     /// The flag goes first, so that the loop takes no new work while a hook waits for the old.
     template <class Hook>
     http_response switch_pause(bool to, std::string_view verb, std::string_view done, Hook hook) {
+        // Never waits: a pause may last as long as the longest request, and a resume that queued
+        // behind it would undo the pause the moment it held.
         const std::unique_lock turn{pause_mutex_, std::try_to_lock};
         const auto failed = [&](int status, std::string_view why) {
             return http_response{
@@ -328,7 +336,7 @@ private:
             hook();
             return ok(std::string{done});
         } catch (const std::invalid_argument& cause) {
-            paused_ = before;
+            paused_ = before;  // the hook refused, so the loop must not stand still
             return failed(400, cause.what());
         } catch (const std::exception& cause) {
             paused_ = before;
@@ -443,13 +451,13 @@ private:
         return cache_.parse(body);
     }
 
-    Engine* engine_;
+    Engine* engine_;  // outlives the service, and is shared with the inference loop
     worker_service_options options_;
     [[no_unique_address]] Hooks hooks_;
     std::atomic<bool> paused_{false};
-    std::mutex pause_mutex_;
+    std::mutex pause_mutex_;  // held while a hook runs
     detail::request_counters counters_{route_count + 1};
-    std::mutex cache_mutex_;
+    std::mutex cache_mutex_;  // held while parsing: of two equal bodies at once one is parsed
     wire::vllm_update_cache cache_;
 };
 

@@ -41,6 +41,7 @@ class worker_session {
 public:
     worker_session(const std::vector<Sink*>& sinks, worker_options<Events> options)
         : options_{std::move(options)}, ranks_{sinks} {
+        // Sinks may hold weights before the first trainer comes; its versions go on from theirs.
         const weight_version loaded = ranks_.sink(0).version();
         session_ = session{loaded, ranks_.any_dirty(), random_epoch()};
         board_.change([&](worker_status& s) {
@@ -52,7 +53,7 @@ public:
     worker_session(const worker_session&) = delete;
     worker_session& operator=(const worker_session&) = delete;
     ~worker_session() {
-        ranks_.roll_back();
+        ranks_.roll_back();  // first: readers that wait for the session are let go
         ranks_.release();
     }
 
@@ -68,23 +69,29 @@ public:
         return {.phase = where, .backend = std::string{backend_traits<Tag>::wire_name}};
     }
 
-    /// The open session may stay until `until` without a further call.
-    void keep_session(deadline::clock::time_point until) {
+    /// The open session may stay until `until` without a further call. Returns its end.
+    deadline::clock::time_point keep_session(deadline::clock::time_point until) {
         const auto idle = options_.session_time_to_live;
+        auto ends = until;
         board_.change([&](worker_status& s) {
             s.session_ends = idle.count() != 0 ? deadline::after(idle).when()
                              : s.session_ends == deadline::clock::time_point::max()
                                  ? until
                                  : std::max(s.session_ends, until);
+            ends = s.session_ends;
+        });
+        return ends;
+    }
+    /// When the open session ends; `max()` without one. Any thread.
+    [[nodiscard]] deadline::clock::time_point session_ends() const {
+        return board_.look([](const worker_status& s) {
+            return s.session != 0 ? s.session_ends : deadline::clock::time_point::max();
         });
     }
-    /// Rolls back a session whose time is over. Nobody watches the clock: whoever calls or asks
-    /// next finds it, and until then an open session costs its trainer's epoch alone.
+    /// Rolls back a session whose time is over. The engine's watch sees to it, but its thread may
+    /// be late: whoever calls or asks at that moment must not find the session open either.
     void end_idle_session() {
-        const bool ended = board_.look([](const worker_status& s) {
-            return s.session != 0 && deadline::clock::now() >= s.session_ends;
-        });
-        if (ended &&
+        if (deadline::clock::now() >= session_ends() &&
             on_session([](session& s) { return s.abandon(); }).action == session_action::rollback) {
             close_session(&worker_status::rolled_back);
             tell({.kind = event_kind::warning,
@@ -98,7 +105,8 @@ public:
     void step(phase where, Event event) {
         on_session(event).require(at(where));
     }
-    /// From any thread: the call that runs, if one does, ends without effect.
+    /// From any thread: the call that runs, if one does, ends without effect. Marked here and not
+    /// when the take-over gets its turn: a call that sleeps through it must not commit on waking.
     void supersede_running_call() {
         on_session([](session& s) { return s.running() ? s.init_begin() : session_step{}; });
     }
@@ -110,6 +118,7 @@ public:
         if (began.action == session_action::rollback) {
             close_session(&worker_status::rolled_back);
         }
+        // Before the new ones are opened: two trainers' memory may not fit beside each other.
         ranks_.release();
         board_.change([&](worker_status& s) { s.epoch = session_.epoch(); });
         tell({.kind = event_kind::phase_begun, .phase = phase::init});
@@ -117,7 +126,7 @@ public:
             open();
             step(phase::init, [](session& s) { return s.init_done(); });
         } catch (...) {
-            ranks_.release();
+            ranks_.release();  // half of the receivers may be open
             give_up(phase::init, &session::init_failed);
         }
         tell({.kind = event_kind::phase_ended, .phase = phase::init});
@@ -127,6 +136,7 @@ public:
     template <class MakeReady>
     void begin_session(session_key key, session_request request, deadline until, turn& mine,
                        MakeReady make_ready) {
+        // The machine decides before a sink is asked: a refused start must leave no trace in one.
         step(phase::start, [&](session& s) { return s.start_begin(key, request); });
         tell({.kind = event_kind::phase_begun, .phase = phase::start, .version = request.version});
         try {
@@ -136,6 +146,7 @@ public:
         } catch (...) {
             give_up(phase::start, &session::start_failed);
         }
+        // Published after `start_done`: until then a question sees no session, so it ends none.
         const bool dirty = ranks_.any_dirty();
         board_.change([&](worker_status& s) {
             s.session = session_.info().session;
@@ -179,18 +190,20 @@ public:
     }
 
     /// The end of a finish call that `finish_begin` let in.
-    /// @param last_check what stands between prepared ranks and the commit.
+    /// @param last_check what stands between prepared ranks and the commit; is given how long the
+    /// commit will take.
     template <class LastCheck>
     void commit(weight_version version, const std::optional<std::string>& label,
                 std::span<const std::uint64_t> digests, deadline until, turn& mine,
                 LastCheck last_check) {
         try {
             ranks_.complete(digests, until, mine);
-            last_check();
+            last_check(ranks_.commit_estimate());
             step(phase::finish, [](session& s) { return s.commit_begin(); });
         } catch (...) {
             give_up(phase::finish, &session::finish_failed);
         }
+        // From here nothing throws and no take-over gets in: the ranks cannot come apart.
         ranks_.commit(version);
         const bool dirty = ranks_.any_dirty();
         on_session([&](session& s) {
@@ -200,7 +213,7 @@ public:
         });
         board_.change([&](worker_status& s) {
             s.version = version;
-            s.label = label.value_or(s.label);
+            s.label = label.value_or(s.label);  // vLLM keeps the old one where none is given
             s.dirty = dirty;
             s.session = 0;
             ++s.committed;
@@ -221,14 +234,15 @@ public:
     void publish_sinks() {
         const bool dirty = ranks_.any_dirty();
         on_session([&](session& s) {
-            s.observe(s.version(), dirty);
+            s.observe(s.version(), dirty);  // no rollback changes the version
             return 0;
         });
         board_.change([&](worker_status& s) { s.dirty = dirty; });
     }
 
 private:
-    /// Below 2^48, so that every JSON reader keeps it exact; never 0.
+    /// Random, so that a call meant for the process before a restart is stale. Below 2^48, so that
+    /// every JSON reader keeps it exact; never 0, which stands for no epoch.
     [[nodiscard]] static std::uint64_t random_epoch() {
         std::random_device source;
         return ((std::uint64_t{source()} << 16U) ^ source()) % (std::uint64_t{1} << 48U) + 1;
@@ -256,7 +270,7 @@ private:
         });
         // Where the call learnt of it only at its end, the error says so already.
         const bool said = ended.fault == session_fault::not_running;
-        if (where == phase::init) {
+        if (where == phase::init) {  // there is no session to roll back
             throw_taken_over(taken_over, where);
         }
         close_session(taken_over || said ? &worker_status::rolled_back : &worker_status::failed);
@@ -273,7 +287,7 @@ private:
 
     worker_options<Events> options_;
     status_board board_;
-    std::mutex session_mutex_;
+    std::mutex session_mutex_;  // of session_; never held while a rank works
     session session_;
     worker_ranks<Tag, Sink> ranks_;
 };

@@ -21,7 +21,8 @@ namespace weightwire {
 struct worker_call {
     /// Requested when the client hangs up or the server stops.
     std::stop_token stop{};
-    /// Whether the client still waits; asked just before a commit. Null: it does.
+    /// Whether the client still waits; asked before an epoch or session begins and just before a
+    /// commit. Null: it does. Called on the call's thread, and must not block.
     bool (*client_waits)(const void* context) noexcept = nullptr;
     const void* context = nullptr;
 

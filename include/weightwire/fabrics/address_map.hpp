@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
@@ -109,9 +110,11 @@ private:
 
 /// An open descriptor of this process that leads to `file` and has the required seals; nothing
 /// where there is none, because then no other process can open the file.
+/// @throws resource_error no descriptor is left to look.
 [[nodiscard]] inline std::optional<int> sealed_descriptor_of(const file_identity& file) {
     const std::unique_ptr<DIR, int (*)(DIR*)> folder{::opendir("/proc/self/fd"), &::closedir};
     if (!folder) {
+        require_descriptors(errno, "opendir(/proc/self/fd)");
         return std::nullopt;
     }
     while (const auto* entry = ::readdir(folder.get())) {
@@ -141,9 +144,11 @@ namespace detail {
     for (;;) {
         const auto count = file ? ::read(file.number(), piece.data(), piece.size()) : -1;
         if (count < 0) {
+            const int code = errno;
+            require_descriptors(code, path);
             throw resource_error{
                 "shared memory between processes needs /proc, which cannot be read; mount it",
-                with_errno({}, path, errno)};
+                with_errno({}, path, code)};
         }
         if (count == 0) {
             return text;

@@ -54,4 +54,19 @@ private:
     return context;
 }
 
+/// Whether a call failed because no more files may be open, which says nothing about what it was to
+/// open.
+[[nodiscard]] constexpr bool is_out_of_descriptors(int code) noexcept {
+    return code == EMFILE || code == ENFILE;
+}
+
+/// Before an error that blames what could not be opened: blames the limit where that was it.
+/// @throws resource_error `code` says that no more files may be open.
+inline void require_descriptors(int code, std::string_view operation, error_context context = {}) {
+    if (is_out_of_descriptors(code)) {
+        throw resource_error{"no descriptor is left; raise the limit of open files (ulimit -n)",
+                             with_errno(std::move(context), operation, code)};
+    }
+}
+
 }  // namespace weightwire::shm

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -62,33 +63,46 @@ struct process_stat {
     return status == std::errc{} ? std::optional{result} : std::nullopt;
 }
 
-[[nodiscard]] inline std::optional<process_stat> read_process_stat(std::int64_t pid) noexcept {
+/// Where nothing is returned and `code` is given, it says why: an `errno`, or 0 for odd text.
+[[nodiscard]] inline std::optional<process_stat> read_process_stat(std::int64_t pid,
+                                                                   int* code = nullptr) noexcept {
+    const auto note = [code](int value) {
+        if (code != nullptr) {
+            *code = value;
+        }
+    };
     std::array<char, 48> path{};
     std::snprintf(path.data(), path.size(), "/proc/%lld/stat", static_cast<long long>(pid));
     const descriptor file{::open(path.data(), O_RDONLY | O_CLOEXEC)};
     if (!file) {
+        note(errno);
         return std::nullopt;
     }
     std::array<char, 1024> text{};
     const auto count = ::read(file.number(), text.data(), text.size());
+    note(count < 0 ? errno : 0);
     return count <= 0 ? std::nullopt
                       : parse_process_stat({text.data(), static_cast<std::size_t>(count)});
 }
 
 }  // namespace detail
 
-/// When process `pid` started; nothing where there is none, or `/proc` is not mounted.
-[[nodiscard]] inline std::optional<std::uint64_t> start_time_of(std::int64_t pid) noexcept {
-    const auto found = detail::read_process_stat(pid);
+/// When process `pid` started; nothing where there is none, `/proc` is not mounted, or no
+/// descriptor is left to look: `code`, where given, says which.
+[[nodiscard]] inline std::optional<std::uint64_t> start_time_of(std::int64_t pid,
+                                                                int* code = nullptr) noexcept {
+    const auto found = detail::read_process_stat(pid, code);
     return found ? std::optional{found->start_time} : std::nullopt;
 }
 
 /// The calling process.
-/// @throws resource_error `/proc` cannot be read.
+/// @throws resource_error `/proc` cannot be read, or no descriptor is left to do so.
 [[nodiscard]] inline process_identity this_process() {
     const auto pid = static_cast<std::int64_t>(::getpid());
-    const auto started = start_time_of(pid);
+    int code = 0;
+    const auto started = start_time_of(pid, &code);
     if (!started) {
+        require_descriptors(code, "open(/proc/self/stat)");
         throw resource_error{
             "shared memory between processes needs /proc, which cannot be read; mount it"};
     }
@@ -108,8 +122,9 @@ public:
             handle_ = descriptor{
                 static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(who.pid), 0U))};
         }
-        if (!matches()) {
-            handle_.reset();  // another process has this number: fall back, which says dead
+        const auto found = detail::read_process_stat(who.pid);
+        if (!found || !is_alive(*found)) {
+            handle_.reset();  // another process has this number: fall back, which looks again
         }
 #endif
     }
@@ -127,9 +142,21 @@ public:
 
 private:
     [[nodiscard]] bool matches() const noexcept {
-        const auto found = detail::read_process_stat(who_.pid);
-        return found && found->start_time == who_.start_time && found->state != 'Z' &&
-               found->state != 'X';
+        int code = 0;
+        const auto found = detail::read_process_stat(who_.pid, &code);
+        if (!found && is_out_of_descriptors(code)) {
+            return number_is_in_use();
+        }
+        return found && is_alive(*found);
+    }
+    [[nodiscard]] bool is_alive(const detail::process_stat& found) const noexcept {
+        return found.start_time == who_.start_time && found.state != 'Z' && found.state != 'X';
+    }
+    /// What can be told without a descriptor. Nobody is called dead because this process may not
+    /// open one more file; a reused number shows as soon as it may again.
+    [[nodiscard]] bool number_is_in_use() const noexcept {
+        return who_.pid > 0 && who_.pid <= std::numeric_limits<pid_t>::max() &&
+               (::kill(static_cast<pid_t>(who_.pid), 0) == 0 || errno == EPERM);
     }
 
     process_identity who_{};

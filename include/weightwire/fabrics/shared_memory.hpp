@@ -257,8 +257,10 @@ public:
     /// After the file was opened or could not be: whether the process is the one that is meant. A
     /// number reused in between shows, since the start time differs.
     void owner() const {
-        const auto started = start_time_of(from_.pid);
+        int code = 0;
+        const auto started = start_time_of(from_.pid, &code);
         if (!started) {
+            require_descriptors(code, "open(/proc/.../stat)", options_.context);
             throw peer_error{std::string{options_.what} + " is of process " +
                                  std::to_string(from_.pid) +
                                  ", which is gone or in another PID namespace; both processes must "
@@ -292,6 +294,7 @@ public:
         descriptor file{::open(path_.data(), flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)};
         if (!file) {
             const int code = errno;
+            require_descriptors(code, path_.data(), options_.context);
             owner();
             refused("open", code);
         }

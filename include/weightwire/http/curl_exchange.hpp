@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -73,6 +74,7 @@ struct curl_exchange {
     http_answer answer{};
     int sendings = 0;              ///< how often the request was about to be sent
     bool refused_repeat = false;   ///< libcurl wanted to send it again
+    int socket_code = 0;           ///< `errno` of the last socket that could not be opened
     bool over_limit = false;       ///< the reply is longer than allowed
     std::size_t header_bytes = 0;  ///< of the reply
     char error_text[CURL_ERROR_SIZE] = {};
@@ -201,6 +203,11 @@ private:
         } else if (over_limit || code == CURLE_FILESIZE_EXCEEDED) {
             failed(reply_fault::malformed, "the reply is longer than the limit of " +
                                                std::to_string(max_reply_bytes) + " bytes");
+        } else if (socket_code == EMFILE || socket_code == ENFILE) {
+            failed(reply_fault::unreachable,
+                   "this process has no descriptor left for a connection; raise the limit of open "
+                   "files (errno " +
+                       std::to_string(socket_code) + ")");
         } else {
             failed(fault_of(code, sendings > 0),
                    error_text[0] != '\0' ? error_text : curl_easy_strerror(code));
@@ -244,7 +251,10 @@ private:
             state.refused_repeat = true;
             return CURL_SOCKET_BAD;
         }
-        return ::socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
+        const int opened =
+            ::socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
+        state.socket_code = opened < 0 ? errno : 0;
+        return opened;
     }
 
     [[nodiscard]] int allowed() const noexcept { return repeatable ? 2 : 1; }

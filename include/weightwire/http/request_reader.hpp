@@ -13,6 +13,7 @@
 #include <boost/optional.hpp>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <memory_resource>
 #include <optional>
@@ -100,7 +101,9 @@ public:
         if (const auto result = admit(); !result.is_ready()) {
             return result;
         }
-        return read_body();
+        const auto result = read_body();
+        first_ = first_ && !result.is_ready();
+        return result;
     }
 
     /// The request that `receive` found ready. Its views live until the next `receive`.
@@ -179,13 +182,19 @@ private:
     }
 
     [[nodiscard]] reception read_header() {
+        // A client that connects has a request to send: one that has shown none yet may not hold a
+        // place as long as one that is between two requests.
+        auto until = deadline::after(options_.header_timeout);
         if (begin_ == end_) {
             // Nothing is owed to a client that sends nothing.
-            if (fill(deadline::after(options_.idle_timeout)) != read_result::data) {
+            if (fill(first_ ? until : deadline::after(options_.idle_timeout)) !=
+                read_result::data) {
                 return {};
             }
+            if (!first_) {
+                until = deadline::after(options_.header_timeout);
+            }
         }
-        const auto until = deadline::after(options_.header_timeout);
         for (;;) {
             if (begin_ != end_) {
                 if (const auto error = parse()) {
@@ -219,6 +228,12 @@ private:
             return {401,
                     "usage: this server requires its token; send it as Authorization: Bearer ..."};
         }
+        if (!is_plain_or_chunked()) {
+            return {
+                501,
+                "unsupported: the request's transfer encoding is not known here; send chunked, or "
+                "a Content-Length"};
+        }
         const auto limit =
             carries_parameters(head.path) ? options_.max_update_body : options_.max_body;
         const auto length = parser_->content_length();
@@ -238,6 +253,15 @@ private:
             return {};
         }
         return {200};
+    }
+
+    /// Whether the end of the body can be told. Of any encoding but `chunked` it cannot, and what
+    /// follows the headers would pass for the next request.
+    [[nodiscard]] bool is_plain_or_chunked() const {
+        const auto& fields = parser_->get();
+        const auto [first, last] = fields.equal_range(beast_http::field::transfer_encoding);
+        return first == last ||
+               (std::next(first) == last && same_word(view(first->value()), "chunked"));
     }
 
     [[nodiscard]] reception read_body() {
@@ -289,6 +313,7 @@ private:
     std::vector<char> input_;  // bytes [begin_, end_) are not parsed yet
     std::size_t begin_ = 0;
     std::size_t end_ = 0;
+    bool first_ = true;  // no request was received yet
     std::string body_;
     std::array<std::byte, field_bytes> field_memory_;
     std::optional<std::pmr::monotonic_buffer_resource> fields_;

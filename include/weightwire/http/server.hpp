@@ -37,7 +37,7 @@ concept RequestHandler =
 ///   client hangs up; `client_is_waiting()` looks at the socket at that moment.
 /// - What the handler throws becomes 500 with its words in vLLM's envelope.
 /// - A request that is too long, too slow, not allowed or no HTTP is answered in the same envelope
-///   (413, 431, 408, 401, 400) without reading the rest, and its connection is closed.
+///   (413, 431, 408, 401, 501, 400) without reading the rest, and its connection is closed.
 /// - From the third request of one size on a connection, nothing is allocated between its first
 ///   byte and the handler.
 ///

@@ -21,13 +21,15 @@ struct server_options {
     std::string token{};
     /// Body limit of the routes that carry a list of parameters (`carries_parameters`).
     std::size_t max_update_body = std::size_t{256} << 20U;
-    std::size_t max_body = std::size_t{1} << 20U;      ///< body limit of the others
-    std::size_t max_header = std::size_t{16} << 10U;   ///< request line and headers, at most 32 KiB
-    std::size_t max_connections = 64;                  ///< one thread each
-    std::chrono::milliseconds idle_timeout{120'000};   ///< between two requests
-    std::chrono::milliseconds header_timeout{10'000};  ///< from a request's first byte to its body
-    std::chrono::milliseconds body_timeout{120'000};   ///< for a whole body
-    std::chrono::milliseconds reply_timeout{30'000};   ///< for a client to take a reply
+    std::size_t max_body = std::size_t{1} << 20U;     ///< body limit of the others
+    std::size_t max_header = std::size_t{16} << 10U;  ///< request line and headers, at most 32 KiB
+    std::size_t max_connections = 64;                 ///< one thread each
+    std::chrono::milliseconds idle_timeout{120'000};  ///< between two requests
+    /// From a request's first byte to its body; for a connection's first request, from accepting
+    /// it.
+    std::chrono::milliseconds header_timeout{10'000};
+    std::chrono::milliseconds body_timeout{120'000};  ///< for a whole body
+    std::chrono::milliseconds reply_timeout{30'000};  ///< for a client to take a reply
 };
 
 /// Routes whose body grows with the number of parameters: handles at init, names or pickles at

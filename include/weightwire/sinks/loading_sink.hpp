@@ -9,6 +9,7 @@
 #include <optional>
 #include <ranges>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -47,6 +48,11 @@ concept HasLoadTransaction =
 /// Optional: `prepare(deadline)`, everything of the model's commit that can fail or block.
 template <class M>
 concept HasLoadPrepare = requires(M& model, deadline until) { model.prepare(until); };
+
+/// Optional: `prepare(deadline, stop)`, called instead: ends a wait when the stop is requested.
+template <class M>
+concept HasStoppableLoadPrepare =
+    requires(M& model, deadline until, const std::stop_token& stop) { model.prepare(until, stop); };
 
 /// Optional: `parameters()`, the model's list, against which a session's manifest is checked.
 template <class M>
@@ -138,7 +144,7 @@ public:
     /// Loads layers without bytes and prepares the model.
     /// @throws session_error no session is open.
     /// @throws coverage_error a parameter was not placed; names it.
-    void prepare(deadline until);
+    void prepare(deadline until, const std::stop_token& stop = {});
     /// Without a `prepare` that returned it does nothing.
     void commit(weight_version version) noexcept;
     void rollback() noexcept;
@@ -321,7 +327,8 @@ void loading_sink<Model>::load_group(std::size_t group) {
 }
 
 template <HasLoad Model>
-void loading_sink<Model>::prepare(deadline until) {
+void loading_sink<Model>::prepare([[maybe_unused]] deadline until,
+                                  [[maybe_unused]] const std::stop_token& stop) {
     if (!open_) {
         throw session_error{"prepare without a session; call begin first",
                             {.phase = phase::finish}};
@@ -339,7 +346,9 @@ void loading_sink<Model>::prepare(deadline until) {
             load_group(group);
         }
     }
-    if constexpr (HasLoadPrepare<Model>) {
+    if constexpr (HasStoppableLoadPrepare<Model>) {
+        model_->prepare(until, stop);
+    } else if constexpr (HasLoadPrepare<Model>) {
         model_->prepare(until);
     }
     prepared_ = true;

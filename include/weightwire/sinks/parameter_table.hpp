@@ -21,6 +21,7 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/core/tensor.hpp>
+#include <weightwire/sinks/copy_rate.hpp>
 #include <weightwire/sinks/declared_parameters.hpp>
 #include <weightwire/sinks/host_storage.hpp>
 #include <weightwire/sinks/snapshot.hpp>
@@ -68,8 +69,8 @@ struct parameter_table_options {
 ///
 /// Waiting for readers ends at the deadline with a `timeout_error` that names the version that is
 /// held. The table never allocates around a slow reader: its memory stays within what
-/// `description()` says. From the third round on a session with an unchanged manifest allocates
-/// nothing and touches no fresh page.
+/// `description()` says; it ends at the stop too. From the third round on a session with an
+/// unchanged manifest allocates nothing and touches no fresh page.
 ///
 /// `in_place` cannot see writes to the destinations that it handed out, so it is dirty from the
 /// moment `begin` returns at least one destination that has bytes, not from the first write. A
@@ -151,17 +152,24 @@ public:
     /// contiguous.
     /// @throws coverage_error the manifest does not fit the table; names the tensor.
     /// @throws session_error a session is open.
-    /// @throws timeout_error readers hold the storage that is needed.
+    /// @throws timeout_error readers hold the storage that is needed. @throws cancelled_error the
+    /// stop was requested meanwhile.
     /// @throws resource_error no memory for staging (`staging_time::on_first_use`).
     /// After a throw no session is open and nothing has changed.
     std::span<const destination> begin(const session_info& session,
-                                       const manifest& session_manifest, deadline until);
+                                       const manifest& session_manifest, deadline until,
+                                       const std::stop_token& stop = {});
     /// Nothing to install: tensors are used where they are.
     void group_complete(std::size_t /*group*/) noexcept {}
     /// @throws session_error no session is open.
     /// @throws timeout_error `copy_in`: readers hold the live weights; the door is open again, and
-    /// the session may prepare once more.
-    void prepare(deadline until);
+    /// the session may prepare once more. @throws cancelled_error the same at the stop.
+    void prepare(deadline until, const std::stop_token& stop = {});
+    /// How long the commit of the open session will take: its bytes at the rate of the last copies
+    /// in `copy_in`, nothing in the other modes, which only swap.
+    [[nodiscard]] std::chrono::nanoseconds commit_estimate() const noexcept {
+        return copy_rate_.time_for(copied_bytes_);
+    }
     /// Makes the session's parameters visible. Without a `prepare` that returned it does nothing.
     void commit(weight_version version) noexcept;
     /// Ends the session; the live weights are what they were (`in_place`: dirty). Legal always.
@@ -193,6 +201,8 @@ private:
 
     std::vector<destination> destinations_;
     std::span<const placement> placements_;
+    detail::copy_rate copy_rate_;     // of `copy_in`
+    std::uint64_t copied_bytes_ = 0;  // that the commit of this session will copy
     bool open_ = false;
     bool prepared_ = false;
     bool partial_ = false;
@@ -299,6 +309,12 @@ inline void parameter_table::stage_parameters(std::span<const placement> placeme
                                                          parameter.shape};
         }
     }
+    if (mode_ == commit_mode::copy_in) {
+        // The other way, into staging whose content does not matter yet: so the first commit has an
+        // estimate too, over the same memory and strides.
+        constexpr std::uint64_t enough = std::uint64_t{32} << 20U;
+        copy_rate_.tried([&] { return core_.copy_placed(placements, 0, 1, enough); });
+    }
 }
 
 inline std::string parameter_table::description() const {
@@ -335,7 +351,8 @@ inline void parameter_table::place_destinations(std::span<const placement> place
 
 inline std::span<const destination> parameter_table::begin(const session_info& session,
                                                            const manifest& session_manifest,
-                                                           deadline until) {
+                                                           deadline until,
+                                                           const std::stop_token& stop) {
     if (open_) {
         throw session_error{"a session is open on this sink; commit or roll it back first",
                             {.phase = phase::start}};
@@ -344,11 +361,12 @@ inline std::span<const destination> parameter_table::begin(const session_info& s
     if (mode_ != commit_mode::in_place) {
         stage_parameters(placements_);
     }
+    copied_bytes_ = mode_ == commit_mode::copy_in ? core_.bytes_of(placements_) : 0;
     place_destinations(placements_);
     if (mode_ == commit_mode::flip) {
-        core_.wait_for_spare(until, phase::start);
+        core_.wait_for_spare(until, stop, phase::start);
     } else if (mode_ == commit_mode::in_place) {
-        core_.close_door(until, phase::start);
+        core_.close_door(until, stop, phase::start);
         const bool handed_out = std::ranges::any_of(destinations_, [](const destination& each) {
             return each.kind == destination::kind_type::place && each.where.byte_size() != 0;
         });
@@ -362,7 +380,7 @@ inline std::span<const destination> parameter_table::begin(const session_info& s
     return destinations_;
 }
 
-inline void parameter_table::prepare(deadline until) {
+inline void parameter_table::prepare(deadline until, const std::stop_token& stop) {
     if (!open_) {
         throw session_error{"prepare without a session; call begin first",
                             {.phase = phase::finish}};
@@ -379,7 +397,7 @@ inline void parameter_table::prepare(deadline until) {
             }
         }
     } else if (mode_ == commit_mode::copy_in) {
-        core_.close_door(until, phase::finish);
+        core_.close_door(until, stop, phase::finish);
     }
     prepared_ = true;
 }
@@ -391,11 +409,8 @@ inline void parameter_table::commit(weight_version version) noexcept {
     if (mode_ == commit_mode::flip) {
         core_.flip(version);
     } else {
-        for (const auto& each : placements_) {
-            if (mode_ == commit_mode::copy_in && each.kind == destination::kind_type::place) {
-                const auto& [live, staged] = core_.entries[each.parameter];
-                copy_tensor(live, staged);
-            }
+        if (mode_ == commit_mode::copy_in) {
+            copy_rate_.took([this] { return core_.copy_placed(placements_, 1, 0); });
         }
         core_.renew(version, !partial_);
     }
@@ -404,6 +419,9 @@ inline void parameter_table::commit(weight_version version) noexcept {
 
 inline void parameter_table::rollback() noexcept {
     if (open_) {
+        if (prepared_) {
+            copy_rate_.forget_one();
+        }
         core_.give_up();
         end_session();
     }
@@ -417,7 +435,7 @@ void parameter_table::initialize(Tensors&& tensors, deadline until) {
                                 : "initialize loads version 0, and the table has had a commit",
                           {.phase = phase::init, .operation = "initialize"}};
     }
-    core_.close_door(until, phase::init);
+    core_.close_door(until, {}, phase::init);
     std::vector<std::uint8_t> loaded(catalog_.size(), 0);
     try {
         for (auto&& each : tensors) {

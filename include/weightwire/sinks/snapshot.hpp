@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stop_token>
 #include <string>
 #include <string_view>
@@ -18,6 +19,7 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/sinks/declared_parameters.hpp>
+#include <weightwire/sinks/tensor_copy.hpp>
 
 /// @file
 /// Counted snapshots of a parameter table, and the door that readers pass.
@@ -38,6 +40,17 @@ struct table_generation {
 /// Two generations suffice: the live one and the one before it. A mutex, not an atomic shared
 /// pointer: it is taken once a snapshot, not once a read, and thread sanitizers understand it.
 class table_core {
+    /// Ends a wait when its stop is requested. Under the mutex, so that a waiter which has just
+    /// looked is not missed.
+    struct wake_all {
+        table_core* core;
+        void operator()() const noexcept {
+            const std::scoped_lock locked{core->mutex_};
+            core->changed_.notify_all();
+        }
+    };
+    using waker = std::stop_callback<wake_all>;
+
 public:
     using slots = std::array<mutable_tensor_view, 2>;
 
@@ -66,10 +79,7 @@ public:
     /// Waits for an open door and counts one reader in. Returns the generation.
     /// @param even_while_dirty wait for the end of an in_place session too, instead of throwing.
     std::size_t enter(deadline until, const std::stop_token& stop, bool even_while_dirty) {
-        const std::stop_callback wake{stop, [this] {
-                                          const std::scoped_lock locked{mutex_};
-                                          changed_.notify_all();
-                                      }};
+        const waker wake{stop, wake_all{this}};
         std::unique_lock locked{mutex_};
         const auto decided = [&] {
             const bool hopeless = damaged_ && (!closed_ || !even_while_dirty);
@@ -124,20 +134,22 @@ public:
     [[nodiscard]] const table_generation& current() const noexcept { return generations_[live_]; }
 
     /// Waits until nobody reads the spare generation, whose storage will be written.
-    /// @throws timeout_error names the version that is held.
-    void wait_for_spare(deadline until, phase where) {
+    /// @throws timeout_error names the version that is held. @throws cancelled_error so too.
+    void wait_for_spare(deadline until, const std::stop_token& stop, phase where) {
+        const waker wake{stop, wake_all{this}};
         std::unique_lock locked{mutex_};
-        wait_unread(locked, 1 - live_, until, where);
+        wait_unread(locked, 1 - live_, until, stop, where);
     }
 
     /// Closes the door and waits until nobody reads the live generation. A door that could not be
     /// cleared is open again.
-    /// @throws timeout_error names the version that is held.
-    void close_door(deadline until, phase where) {
+    /// @throws timeout_error names the version that is held. @throws cancelled_error so too.
+    void close_door(deadline until, const std::stop_token& stop, phase where) {
+        const waker wake{stop, wake_all{this}};
         std::unique_lock locked{mutex_};
         closed_ = true;
         try {
-            wait_unread(locked, live_, until, where);
+            wait_unread(locked, live_, until, stop, where);
         } catch (...) {
             closed_ = false;
             changed_.notify_all();
@@ -180,18 +192,54 @@ public:
         changed_.notify_all();
     }
 
-private:
-    void wait_unread(std::unique_lock<std::mutex>& locked, std::size_t generation, deadline until,
-                     phase where) {
-        auto& waited_for = generations_[generation];
-        if (!changed_.wait_until(locked, until.when(), [&] { return waited_for.readers == 0; })) {
-            throw timeout_error{
-                "version " + std::to_string(waited_for.version) +
-                    " is still held (readers: " + std::to_string(waited_for.readers) +
-                    "), and its storage is needed; release their snapshots or "
-                    "allow more time",
-                {.phase = where, .operation = "wait for readers"}};
+    // Storage. Whoever calls knows that nobody reads what is written.
+
+    using placements = std::span<const declared_parameters::placement>;
+
+    /// Copies those of `which` that a session writes from one storage to the other.
+    /// @param enough stops after the tensor with which this many bytes are copied.
+    /// @returns bytes copied.
+    std::uint64_t copy_placed(placements which, std::size_t from, std::size_t to,
+                              std::uint64_t enough = UINT64_MAX) noexcept {
+        std::uint64_t bytes = 0;
+        for (const auto& each : which) {
+            if (each.kind == destination::kind_type::place && bytes < enough) {
+                const auto& storage = entries[each.parameter];
+                copy_tensor(storage[to], storage[from]);
+                bytes += storage[to].byte_size();
+            }
         }
+        return bytes;
+    }
+    /// Bytes that `copy_placed` copies.
+    [[nodiscard]] std::uint64_t bytes_of(placements which) const noexcept {
+        std::uint64_t bytes = 0;
+        for (const auto& each : which) {
+            const bool placed = each.kind == destination::kind_type::place;
+            bytes += placed ? entries[each.parameter][0].byte_size() : 0;
+        }
+        return bytes;
+    }
+
+private:
+    /// @param locked holds the mutex; a `waker` of `stop` was made before it, since one takes the
+    /// mutex in turn and is waited for when it goes.
+    void wait_unread(std::unique_lock<std::mutex>& locked, std::size_t generation, deadline until,
+                     const std::stop_token& stop, phase where) {
+        const auto& waited_for = generations_[generation];
+        changed_.wait_until(locked, until.when(),
+                            [&] { return waited_for.readers == 0 || stop.stop_requested(); });
+        if (waited_for.readers == 0) {
+            return;
+        }
+        const auto held = "version " + std::to_string(waited_for.version) +
+                          " is still held (readers: " + std::to_string(waited_for.readers) +
+                          "), and its storage is needed; ";
+        const error_context context{.phase = where, .operation = "wait for readers"};
+        if (stop.stop_requested()) {
+            throw cancelled_error{held + "nobody waits for this session any more", context};
+        }
+        throw timeout_error{held + "release their snapshots or allow more time", context};
     }
 
     const declared_parameters* parameters_;

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 #include <span>
 #include <string>
 #include <string_view>
@@ -22,8 +23,9 @@
 
 namespace weightwire {
 
-/// Owns the mapping of a whole regular file, and the descriptor, by which a later change of size is
-/// noticed.
+/// Owns the mapping of a whole regular file, and the descriptor, by which a later write into it is
+/// noticed: by the size and the time of the last change, which has the grain of the kernel's clock
+/// tick (a few milliseconds).
 ///
 /// A file that is *cut short by somebody while it is mapped* cannot be read safely by anyone: the
 /// kernel raises SIGBUS at the first touch of a page that is gone. `require_unchanged()` finds it
@@ -35,7 +37,8 @@ public:
     /// @throws data_error no such file, or no regular one: names it.
     /// @throws resource_error the kernel refuses descriptor or mapping.
     explicit mapped_file(std::string path) : path_{std::move(path)} {
-        descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+        // Without O_NONBLOCK a pipe would wait for a writer before it can be refused.
+        descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
         if (descriptor_ < 0) {
             fail_to_open(errno);
         }
@@ -49,12 +52,14 @@ public:
     mapped_file(mapped_file&& other) noexcept
         : path_{std::move(other.path_)},
           descriptor_{std::exchange(other.descriptor_, -1)},
+          modified_{other.modified_},
           bytes_{std::exchange(other.bytes_, {})} {}
     mapped_file& operator=(mapped_file&& other) noexcept {
         if (this != &other) {
             unmap();
             path_ = std::move(other.path_);
             descriptor_ = std::exchange(other.descriptor_, -1);
+            modified_ = other.modified_;
             bytes_ = std::exchange(other.bytes_, {});
         }
         return *this;
@@ -67,13 +72,22 @@ public:
     /// All bytes of the file, at one address as long as this object or one moved from it lives.
     [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return bytes_; }
 
-    /// @throws data_error the file's size is no longer what it was when it was mapped.
+    /// @throws data_error the file was written into, cut or lengthened since it was mapped: names
+    /// it.
     void require_unchanged() const {
-        const auto size = size_now();
+        const auto now = status_now();
+        const auto size = static_cast<std::size_t>(now.st_size);
         if (size != bytes_.size()) {
             throw data_error{path_ + ": the file had " + std::to_string(bytes_.size()) +
                                  " bytes when it was opened and has " + std::to_string(size) +
                                  " now; replace a checkpoint by renaming, and open it again",
+                             {.operation = "fstat"}};
+        }
+        // Not the time of change of the inode: renaming another file over this one sets that too.
+        if (now.st_mtim.tv_sec != modified_.tv_sec || now.st_mtim.tv_nsec != modified_.tv_nsec) {
+            throw data_error{path_ +
+                                 ": the file was written to after it was opened; replace a "
+                                 "checkpoint by renaming, and open it again",
                              {.operation = "fstat"}};
         }
     }
@@ -89,22 +103,24 @@ private:
         throw data_error{path_ + ": the file cannot be opened for reading", std::move(context)};
     }
 
-    [[nodiscard]] std::size_t size_now() const {
+    [[nodiscard]] struct stat status_now() const {
         struct stat status {};
         if (::fstat(descriptor_, &status) != 0) {
             const int code = errno;
             throw resource_error{
-                path_ + ": the file's size cannot be read",
+                path_ + ": the file's size and time cannot be read",
                 {.operation = "fstat", .native_code = code, .native_text = std::strerror(code)}};
         }
         if (!S_ISREG(status.st_mode)) {
             throw data_error{path_ + ": this is no regular file", {.operation = "fstat"}};
         }
-        return static_cast<std::size_t>(status.st_size);
+        return status;
     }
 
     void map() {
-        const auto size = size_now();
+        const auto status = status_now();
+        const auto size = static_cast<std::size_t>(status.st_size);
+        modified_ = status.st_mtim;
         if (size == 0) {
             return;  // an empty mapping is an error to the kernel, and no bytes are enough
         }
@@ -129,6 +145,7 @@ private:
 
     std::string path_;
     int descriptor_ = -1;
+    timespec modified_{};  ///< when the file was last written to before it was mapped
     std::span<const std::byte> bytes_{};
 };
 

@@ -40,7 +40,10 @@ public:
 
     /// Maps what the trainer names, after checking all of it.
     /// @throws protocol_error a text, size or handle that lies; says in what.
-    /// @throws peer_error the trainer is gone. @throws unsupported_error another machine.
+    /// @throws peer_error the trainer is gone. @throws unsupported_error another machine, or
+    /// another time namespace of it: process start times, by which a dead trainer is known, differ
+    /// there.
+    /// @throws timeout_error, cancelled_error between two mappings.
     void open(const transport_open& init, deadline until, const std::stop_token& stop);
 
     /// Copies the round's tensors as the trainer announces them.
@@ -81,7 +84,8 @@ private:
 
     static constexpr std::uint64_t piece_bytes = std::uint64_t{256} << 10U;
 
-    void map_segments(const transport_message& message, const shm::open_options& options);
+    void map_segments(const transport_message& message, const shm::open_options& options,
+                      deadline until, const std::stop_token& stop);
     void check_places() const;
     [[nodiscard]] mutable_tensor_view open_destination(update_target& target, progress& at) const;
     void read_in_place(update_target& target, const mutable_tensor_view& to, progress& at);
@@ -127,8 +131,8 @@ inline void receiver::open(const transport_open& init, deadline until,
     const auto here = weightwire::detail::boot_id();
     if (!message.boot_id.empty() && !here.empty() && message.boot_id != here) {
         throw unsupported_error{
-            "the trainer runs on another machine, whose memory cannot be "
-            "mapped; choose a backend that crosses machines",
+            "the trainer runs on another machine or in another time namespace, whose memory cannot "
+            "be mapped; choose a backend that crosses machines",
             context};
     }
     parameters_ = init.parameters;
@@ -151,28 +155,35 @@ inline void receiver::open(const transport_open& init, deadline until,
     }
     // A trainer in this process may let go while a thread of ours still reads, as one in another
     // process may: a mapping of our own keeps the memory.
-    map_segments(message, {.context = context, .resolve_locally = false});
+    map_segments(message, {.context = context, .resolve_locally = false}, until, stop);
     check_places();
 }
 
+/// A mapping takes the time of its page tables, which for a large model is seconds in all, so the
+/// clock is asked before each.
 inline void receiver::map_segments(const transport_message& message,
-                                   const shm::open_options& options) {
+                                   const shm::open_options& options, deadline until,
+                                   const std::stop_token& stop) {
+    const auto map = [&](const shm::handle& from, const shm::open_options& how) {
+        detail::check_time(until, stop, [&] { return options.context; });
+        return shm::mapping::open(from, how);
+    };
     auto with = options;
     with.what = "the ipc control block";
     with.use = shm::sharing::writable;
-    control_mapping_ = shm::mapping::open(message.control, with);
+    control_mapping_ = map(message.control, with);
     control_ = control_block::attach(control_mapping_.writable_data(), control_mapping_.size(),
                                      static_cast<std::uint64_t>(rank_ - 1), message.nonce);
     trainer_ = shm::process_watch{message.control.owner()};
     with.use = shm::sharing::readable;
     if (message.ring) {
         with.what = "the ipc ring";
-        ring_ = shm::mapping::open(*message.ring, with);
+        ring_ = map(*message.ring, with);
     }
     with.what = "a segment of weights";
     segments_.reserve(message.segments.size());
     for (const auto& segment : message.segments) {
-        segments_.push_back(shm::mapping::open(segment, with));
+        segments_.push_back(map(segment, with));
     }
 }
 

@@ -1,0 +1,38 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <vector>
+
+namespace test_support {
+
+/// While it lives, this process can open no file: the limit is low and reached.
+class no_descriptors {
+public:
+    no_descriptors() {
+        ::getrlimit(RLIMIT_NOFILE, &before_);
+        // Not 0: poll() refuses more entries than the limit says.
+        const rlimit low{.rlim_cur = 64, .rlim_max = before_.rlim_max};
+        ::setrlimit(RLIMIT_NOFILE, &low);
+        for (int one = 0; (one = ::open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0;) {
+            taken_.push_back(one);
+        }
+    }
+    no_descriptors(const no_descriptors&) = delete;
+    no_descriptors& operator=(const no_descriptors&) = delete;
+    ~no_descriptors() {
+        for (const int each : taken_) {
+            ::close(each);
+        }
+        ::setrlimit(RLIMIT_NOFILE, &before_);
+    }
+
+private:
+    rlimit before_{};
+    std::vector<int> taken_;
+};
+
+}  // namespace test_support
