@@ -182,6 +182,19 @@ TEST_CASE("a trainer does not take back a worker that another one has taken sinc
     first.check_serves(good, 8);
 }
 
+TEST_CASE("a worker that hangs round after round does not keep the other from committing") {
+    worker_process good{plain()};
+    worker_process bad{plain()};
+    trainer t{&good, &bad};
+    CHECK(t.round(1, 4s).all_committed());
+    bad.signal(SIGSTOP);
+    for (std::uint64_t version = 2; version <= 4; ++version) {
+        CHECK(t.round(version, 4s).committed() == 1);
+    }
+    bad.signal(SIGCONT);
+    t.check_serves(good, 4);
+}
+
 TEST_CASE("an init that is refused costs a good trainer one round, not the worker") {
     worker_process worker{plain()};
     trainer good{&worker};

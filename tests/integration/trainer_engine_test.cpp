@@ -232,6 +232,22 @@ TEST_CASE("a stop ends the round at once, and the old version stays") {
     CHECK(engine.send_weights().all_committed());
 }
 
+TEST_CASE("a snapshot that is held too long is named to the trainer") {
+    local_worker worker;
+    small_weights weights{4, 100};
+    auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
+    engine.send_weights();
+    const auto held = worker.table.acquire();
+    engine.send_weights();
+    try {
+        engine.send_weights({.deadline = deadline::after(2s)});
+        FAIL("the storage of a version that is read was reused");
+    } catch (const timeout_error& caught) {
+        CHECK(std::string{caught.what()}.find("version 1 is still held") != std::string::npos);
+    }
+    CHECK(held.version() == 1);
+}
+
 TEST_CASE("an update that the worker refuses stops the data move at once") {
     local_worker worker{4, 100};
     small_weights weights{4, 100};

@@ -273,8 +273,12 @@ TEST_CASE("docs/wire.md, Init: the reply equals its golden file both ways") {
 }
 
 TEST_CASE("docs/wire.md, Start: call and reply equal their golden files both ways") {
-    const native_start call{
-        .epoch = 7, .version = 42, .force = true, .partial = false, .budget_ms = 30000};
+    const native_start call{.epoch = 7,
+                            .version = 42,
+                            .force = true,
+                            .partial = false,
+                            .budget_ms = 30000,
+                            .answer_ms = 7500};
     CHECK(encode(call) == golden("start_call.json"));
     const auto decoded = decode_start(golden("start_call.json"));
     REQUIRE(decoded.has_value());

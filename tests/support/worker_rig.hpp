@@ -114,7 +114,7 @@ public:
     [[nodiscard]] const weightwire::manifest& parameters() const { return parameters_; }
 
     [[nodiscard]] weightwire::wire::native_start start_message(std::uint64_t version) const {
-        return {.epoch = epoch, .version = version, .budget_ms = budget_ms};
+        return {.epoch = epoch, .version = version, .budget_ms = budget_ms, .answer_ms = budget_ms};
     }
     [[nodiscard]] weightwire::wire::native_update update_message() const {
         return {.epoch = epoch,

@@ -17,10 +17,12 @@ namespace weightwire {
 
 /// What an event reports.
 enum class event_kind : std::uint8_t {
-    chosen,         ///< a choice was made; `text` says what and why, in one line
-    phase_begun,    ///< `phase` began
-    phase_ended,    ///< `phase` ended; `elapsed` and `bytes` say how much
-    progress,       ///< `bytes` of `bytes_total` have been moved
+    chosen,  ///< a choice was made; `text` says what and why, in one line
+    /// `phase` began: start, update and finish in a trainer, init and start in a worker.
+    phase_begun,
+    /// `phase` ended: start, update and finish in a trainer, init and update in a worker; `elapsed`
+    /// and `bytes` say how much.
+    phase_ended,
     peer_failed,    ///< `peer` failed in `phase`; `text` is the error
     peer_rejoined,  ///< `peer` takes part again
     committed,      ///< `version` is visible on `peer`, or in this worker
@@ -35,7 +37,6 @@ struct event {
     std::string_view text{};
     std::uint64_t version = 0;
     std::uint64_t bytes = 0;
-    std::uint64_t bytes_total = 0;
     std::chrono::nanoseconds elapsed{};
 };
 

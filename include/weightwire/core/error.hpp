@@ -1,6 +1,10 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#if __cplusplus < 202002L
+#error "weightwire needs C++20: -std=c++20, or cpp_std=c++20 in Meson"
+#endif
+
 #include <cstdint>
 #include <exception>
 #include <source_location>

@@ -92,8 +92,8 @@ enum class session_fault : std::uint8_t {
         case session_fault::finish_before_start:
             return "finish_weight_update called without a matching start_weight_update.";
         case session_fault::stale:
-            return "the call belongs to an epoch or session that has ended; call "
-                   "init_transfer_engine() again.";
+            return "the call belongs to an epoch or session that has ended: another trainer has "
+                   "taken this worker; call trainer_init again to take it back.";
         case session_fault::taken_over:
             return "another init took this worker over while the call ran; the session was rolled "
                    "back.";

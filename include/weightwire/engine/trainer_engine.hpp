@@ -101,13 +101,16 @@ public:
         const auto until = options.deadline.value_or(deadline::after(options_.send_budget));
         const auto begin = deadline::clock::now();
         report_ = {.round = ++round_};
+        round_began_ = begin;
         run_phase(phase::start, report_.start, until, [&] {
             if (session_) {
                 start(options, until);
             }
         });
-        run_phase(phase::update, report_.update, until, [&] { move(until); });
-        report_.update.bytes = parameters_.total_bytes();
+        run_phase(phase::update, report_.update, until, [&] {
+            report_.update.bytes = parameters_.total_bytes();
+            move(until);
+        });
         run_phase(phase::finish, report_.finish, until, [&] {
             if (session_) {
                 session_->finish(until);
@@ -165,12 +168,12 @@ private:
 
     /// Lost peers first: one that comes back may be ahead of our counter.
     void start(const send_options& options, deadline until) {
-        const auto answer_until = before_update(until);
-        session_->rejoin(answer_until, options.stop);
+        session_->rejoin(before_update(until), options.stop);
         report_.version =
             options.version.value_or(std::max(next_version_, session_->next_version()));
         next_version_ = std::max(next_version_, report_.version) + 1;
-        session_->start(round_, report_.version, options.force, until, answer_until);
+        // Afresh: the live peers get their whole share, whatever the lost ones have cost.
+        session_->start(round_, report_.version, options.force, until, before_update(until));
     }
 
     /// The data move: the sender reads the source; the other ranks advance theirs. A failed rank
@@ -214,6 +217,7 @@ private:
             {.kind = event_kind::phase_ended,
              .phase = where,
              .version = report_.version,
+             .bytes = figure.bytes,
              .elapsed = std::chrono::nanoseconds{static_cast<std::int64_t>(figure.seconds * 1e9)}});
     }
 
@@ -261,6 +265,7 @@ private:
     }
 
     void note_outcomes() {
+        report_.total_seconds = detail::seconds_since(round_began_);
         report_.peers = session_->outcomes();
         for (const auto& outcome : report_.peers) {
             report_.data_seconds = std::max(report_.data_seconds, outcome.data_seconds);
@@ -296,6 +301,7 @@ private:
     std::optional<session_type> session_;
     sync_report report_{};
     std::uint64_t round_ = 0;
+    deadline::clock::time_point round_began_ = deadline::clock::now();
     weight_version next_version_ = 1;
 };
 

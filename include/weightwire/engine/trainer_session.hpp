@@ -132,7 +132,8 @@ public:
                             ? wire::encode(wire::native_start{.epoch = peer.epoch,
                                                               .version = version,
                                                               .force = force,
-                                                              .budget_ms = budget_ms(until)})
+                                                              .budget_ms = budget_ms(until),
+                                                              .answer_ms = budget_ms(answer_until)})
                             : std::string{"{}"};
         }
         if (init_.session_routes()) {

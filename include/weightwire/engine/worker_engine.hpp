@@ -118,7 +118,7 @@ public:
     /// @throws dirty_error a partial session on a worker that is dirty.
     /// @throws cancelled_error the client no longer waits: nothing has changed.
     wire::native_start_reply start(const wire::native_start& message, const worker_call& call) {
-        const auto until = native_deadline(message.budget_ms);
+        const auto until = native_deadline(message.answer_ms);
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::start};
         sessions_.end_idle_session();
         require_native({.epoch = message.epoch}, phase::start);
@@ -126,7 +126,7 @@ public:
         watch_.prepare();
         const session_request request{message.version, message.partial, message.force};
         sessions_.begin_session({.epoch = message.epoch}, request, until, mine, [] {});
-        keep_session(until.later(options().answer_margin));
+        keep_session(native_deadline(message.budget_ms).later(options().answer_margin));
         return {.session = board().look([](const worker_status& s) { return s.session; })};
     }
     /// Receives one part on every rank at once. With one rank nothing is allocated between the

@@ -63,10 +63,11 @@ struct native_init_reply {
 /// `weightwire` in the start call.
 struct native_start {
     std::uint64_t epoch = 0;
-    std::uint64_t version = 0;  ///< what a commit will make visible
-    bool force = false;         ///< allow a version that is not above the worker's
-    bool partial = false;       ///< not every parameter will come
-    std::int64_t budget_ms = 0;
+    std::uint64_t version = 0;   ///< what a commit will make visible
+    bool force = false;          ///< allow a version that is not above the worker's
+    bool partial = false;        ///< not every parameter will come
+    std::int64_t budget_ms = 0;  ///< of the round: the session lives so long without a call
+    std::int64_t answer_ms = 0;  ///< time the trainer will wait for this call
 };
 
 /// `weightwire` in the reply to start.

@@ -300,7 +300,8 @@ inline std::string encode(const native_start& message) {
     out.begin_object().key(detail::native_member).begin_object();
     out.key("epoch").integer(message.epoch).key("version").integer(message.version);
     out.key("force").boolean(message.force).key("partial").boolean(message.partial);
-    out.key("budget_ms").integer(message.budget_ms).end_object().end_object();
+    out.key("budget_ms").integer(message.budget_ms);
+    out.key("answer_ms").integer(message.answer_ms).end_object().end_object();
     return body;
 }
 
@@ -314,12 +315,13 @@ inline std::optional<native_start> decode_start(std::string_view body) {
         return std::nullopt;
     }
     document.root().allow_only({detail::native_member});
-    message->allow_only({"epoch", "version", "force", "partial", "budget_ms"});
+    message->allow_only({"epoch", "version", "force", "partial", "budget_ms", "answer_ms"});
     return native_start{.epoch = message->at("epoch").natural(),
                         .version = message->at("version").natural(),
                         .force = message->at("force").boolean(),
                         .partial = message->at("partial").boolean(),
-                        .budget_ms = detail::read_budget(message->at("budget_ms"))};
+                        .budget_ms = detail::read_budget(message->at("budget_ms")),
+                        .answer_ms = detail::read_budget(message->at("answer_ms"))};
 }
 
 inline std::string encode(const native_finish& message) {

@@ -94,7 +94,7 @@ namespace detail {
     if (answer.fault != reply_fault::none) {
         return {std::string{detail::kind_of_fault(answer.fault)},
                 "no answer from the server (" + std::string{to_string(answer.fault)} +
-                    "); see that it runs and is reachable, or allow more time",
+                    "); see that it was started and is reachable, or allow more time",
                 {.phase = where, .peer = reply.peer, .native_text = answer.fault_text}};
     }
     const auto text = detail::envelope_text(answer.body);
