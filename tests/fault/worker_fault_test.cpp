@@ -200,15 +200,15 @@ TEST_CASE("an init that is refused costs a good trainer one round, not the worke
     trainer good{&worker};
     CHECK(good.round(1).all_committed());
     const manifest list{good.weights.metadata()};
-    const auto parameters = ipc::trainer_init_info{}.init_message();
+    const auto settings = ipc::trainer_init_info{}.init_message();
     const auto lie =
         wire::encode(wire::native_init{.backend = "ipc",
                                        .world_size = 2,
-                                       .plan_hash = wire::plan_hash("ipc", 2, list, parameters),
+                                       .plan_hash = wire::plan_hash("ipc", 2, list, settings),
                                        .trainer = 1,
                                        .budget_ms = 1000,
                                        .parameters = list,
-                                       .wire_parameters = parameters,
+                                       .wire_parameters = settings,
                                        .transport = "{}"});
     CHECK(worker.ask("POST", "/init_weight_transfer_engine", lie).status == 400);
     CHECK(worker.ask("POST", "/init_weight_transfer_engine", R"({"init_info":{}})").status == 500);
