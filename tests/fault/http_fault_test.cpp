@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <stop_token>
 #include <string>
 #include <string_view>
@@ -12,6 +15,8 @@
 #include <weightwire/engine/fan_out_sync_client.hpp>
 #include <weightwire/http/http.hpp>
 
+#include "../support/forked.hpp"
+#include "../support/no_descriptors.hpp"
 #include "../support/scripted_server.hpp"
 
 using namespace std::chrono_literals;
@@ -291,6 +296,48 @@ TEST_CASE("what is no HTTP is answered 400 or 431 and closed") {
           "HTTP/1.1 431 Request Header Fields Too Large");
 
     CHECK(curl_client{server.url()}.exchange({.target = "/"}, soon()).status == 200);
+}
+
+TEST_CASE("a server whose descriptors are used up says so, and serves again when some are free") {
+    tests::forked process{[](tests::channel& parent) {
+        weightwire::http::server server{ok_handler{}};
+        server.start();
+        parent.put(server.port());
+        std::optional<test_support::no_descriptors> none;
+        for (;;) {
+            parent.take<char>() == 'n' ? static_cast<void>(none.emplace()) : none.reset();
+            parent.put('d');
+        }
+    }};
+    const auto url = "http://127.0.0.1:" + std::to_string(process.to().take<std::uint16_t>());
+    const auto tell = [&process](char what) {
+        process.to().put(what);
+        REQUIRE(process.to().take<char>() == 'd');
+    };
+    curl_client early{url};
+    CHECK(early.exchange({.target = "/"}, soon()).status == 200);
+    tell('n');
+    CHECK(early.exchange({.target = "/"}, soon()).status == 200);  // it has its connection
+    for (int i = 0; i < 3; ++i) {
+        CAPTURE(i);
+        const auto answer = curl_client{url}.exchange({.target = "/"}, soon());
+        CHECK(answer.status == 503);
+        CHECK(answer.body.find("resource: this server's process may open no more files") !=
+              std::string::npos);
+    }
+    tell('f');
+    CHECK(curl_client{url}.exchange({.target = "/"}, soon()).status == 200);
+}
+
+TEST_CASE("a server for which no descriptor is left says to raise the limit") {
+    try {
+        const test_support::no_descriptors none;
+        const weightwire::http::server server{ok_handler{}};
+        FAIL("there is no descriptor");
+    } catch (const weightwire::resource_error& refused) {
+        CHECK(refused.text().find("raise the limit of open files") != std::string::npos);
+        CHECK(refused.context().native_code == EMFILE);
+    }
 }
 
 TEST_CASE("a request with thousands of header fields is served, and the next one too") {

@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -13,6 +15,9 @@
 
 #include <weightwire/rendezvous/tcp_store_client.hpp>
 #include <weightwire/rendezvous/tcp_store_server.hpp>
+
+#include "../support/forked.hpp"
+#include "../support/no_descriptors.hpp"
 
 namespace {
 
@@ -500,6 +505,32 @@ TEST_CASE("a server that hangs up leaves one clear error") {
     CHECK_THROWS_WITH_AS(one.ping(soon()),
                          doctest::Contains("unusable since a call on it failed; connect again"),
                          peer_error);
+}
+
+TEST_CASE("without descriptors a client says so, and a server serves again when some are free") {
+    tests::forked process{[](tests::channel& parent) {
+        const tcp_store_server server;
+        parent.put(server.port());
+        std::optional<test_support::no_descriptors> none;
+        for (;;) {
+            parent.take<char>() == 'n' ? static_cast<void>(none.emplace()) : none.reset();
+            parent.put('d');
+        }
+    }};
+    const auto port = process.to().take<std::uint16_t>();
+    const auto without_descriptors = [&] {
+        const test_support::no_descriptors none;
+        (void)tcp_store_client::connect("127.0.0.1", port, soon());
+    };
+    CHECK_THROWS_WITH_AS(without_descriptors(), doctest::Contains("raise the limit of open files"),
+                         resource_error);
+    process.to().put('n');
+    REQUIRE(process.to().take<char>() == 'd');
+    CHECK_THROWS_AS((void)tcp_store_client::connect("127.0.0.1", port, deadline::after(200ms)),
+                    timeout_error);
+    process.to().put('f');
+    REQUIRE(process.to().take<char>() == 'd');
+    CHECK_NOTHROW((void)tcp_store_client::connect("127.0.0.1", port, soon()));
 }
 
 TEST_CASE("a port in use is an error that names it") {

@@ -14,6 +14,8 @@
 #include <string_view>
 #include <utility>
 
+#include <weightwire/detail/descriptor.hpp>
+
 namespace weightwire::detail {
 
 /// The number of this process's time namespace, after a dot: the clocks of two namespaces differ by
@@ -36,13 +38,13 @@ namespace weightwire::detail {
 /// Identifies this boot of this machine as this process sees it: two processes with equal ids share
 /// CLOCK_MONOTONIC. At most 64 characters; empty where the kernel does not tell.
 [[nodiscard]] inline std::string boot_id() {
-    const int file = ::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    if (file < 0) {
+    const auto file =
+        descriptor::from_native(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+    if (!file) {
         return {};
     }
     std::array<char, 36> text{};
-    const auto count = ::read(file, text.data(), text.size());
-    ::close(file);
+    const auto count = ::read(file.native_handle(), text.data(), text.size());
     const auto space = time_namespace();
     return count == 36 && space ? std::string{text.data(), text.size()} + *space : std::string{};
 }

@@ -138,11 +138,11 @@ namespace detail {
 
 /// All of a file of `/proc`, whose size is not known before.
 [[nodiscard]] inline std::string read_whole(const char* path) {
-    const descriptor file{::open(path, O_RDONLY | O_CLOEXEC)};
+    const auto file = descriptor::from_native(::open(path, O_RDONLY | O_CLOEXEC));
     std::string text;
     std::array<char, 16384> piece{};
     for (;;) {
-        const auto count = file ? ::read(file.number(), piece.data(), piece.size()) : -1;
+        const auto count = file ? ::read(file.native_handle(), piece.data(), piece.size()) : -1;
         if (count < 0) {
             const int code = errno;
             require_descriptors(code, path);

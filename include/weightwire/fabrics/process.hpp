@@ -73,13 +73,13 @@ struct process_stat {
     };
     std::array<char, 48> path{};
     std::snprintf(path.data(), path.size(), "/proc/%lld/stat", static_cast<long long>(pid));
-    const descriptor file{::open(path.data(), O_RDONLY | O_CLOEXEC)};
+    const auto file = descriptor::from_native(::open(path.data(), O_RDONLY | O_CLOEXEC));
     if (!file) {
         note(errno);
         return std::nullopt;
     }
     std::array<char, 1024> text{};
-    const auto count = ::read(file.number(), text.data(), text.size());
+    const auto count = ::read(file.native_handle(), text.data(), text.size());
     note(count < 0 ? errno : 0);
     return count <= 0 ? std::nullopt
                       : parse_process_stat({text.data(), static_cast<std::size_t>(count)});
@@ -119,12 +119,12 @@ public:
     explicit process_watch(process_identity who) noexcept : who_{who} {
 #ifdef SYS_pidfd_open
         if (who.pid > 0 && who.pid <= std::numeric_limits<pid_t>::max()) {
-            handle_ = descriptor{
-                static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(who.pid), 0U))};
+            handle_ = descriptor::from_native(
+                static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(who.pid), 0U)));
         }
         const auto found = detail::read_process_stat(who.pid);
         if (!found || !is_alive(*found)) {
-            handle_.reset();  // another process has this number: fall back, which looks again
+            handle_.close();  // another process has this number: fall back, which looks again
         }
 #endif
     }
@@ -134,7 +134,7 @@ public:
         if (!handle_) {
             return matches();
         }
-        pollfd exited{.fd = handle_.number(), .events = POLLIN, .revents = 0};
+        pollfd exited{.fd = handle_.native_handle(), .events = POLLIN, .revents = 0};
         const int ready = ::poll(&exited, 1, 0);
         return ready == 0 || (ready < 0 && matches());
     }

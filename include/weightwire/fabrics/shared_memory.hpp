@@ -84,12 +84,12 @@ public:
     [[nodiscard]] std::byte* data() const noexcept { return data_; }
     [[nodiscard]] std::size_t size() const noexcept { return size_; }
     [[nodiscard]] explicit operator bool() const noexcept { return data_ != nullptr; }
-    [[nodiscard]] int native_handle() const noexcept { return file_.number(); }
+    [[nodiscard]] int native_handle() const noexcept { return file_.native_handle(); }
 
     /// Names all of it to another process. Good while this object lives.
     [[nodiscard]] handle exported() const noexcept {
         return {.pid = owner_.pid,
-                .fd = file_.number(),
+                .fd = file_.native_handle(),
                 .start_time = owner_.start_time,
                 .offset = 0,
                 .length = size_};
@@ -210,9 +210,9 @@ inline void populate(std::byte* data, std::size_t bytes, int file) {
 [[nodiscard]] inline descriptor create_memory_file() {
     constexpr unsigned no_exec_seal = 0x0008U;  // Linux 6.3 logs a warning without it
     constexpr unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
-    descriptor file{::memfd_create("weightwire", flags | no_exec_seal)};
+    auto file = descriptor::from_native(::memfd_create("weightwire", flags | no_exec_seal));
     if (!file && errno == EINVAL) {
-        file = descriptor{::memfd_create("weightwire", flags)};
+        file = descriptor::from_native(::memfd_create("weightwire", flags));
     }
     if (!file) {
         throw resource_error{
@@ -291,7 +291,8 @@ public:
             lie("the descriptor does not lead to a memory file");
         }
         const int flags = options_.use == sharing::writable ? O_RDWR : O_RDONLY;
-        descriptor file{::open(path_.data(), flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)};
+        auto file = descriptor::from_native(
+            ::open(path_.data(), flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
         if (!file) {
             const int code = errno;
             require_descriptors(code, path_.data(), options_.context);
@@ -373,7 +374,7 @@ inline segment segment::create(std::uint64_t bytes, sharing others) {
     segment result;
     result.owner_ = this_process();
     result.file_ = detail::create_memory_file();
-    const int file = result.file_.number();
+    const int file = result.file_.native_handle();
     if (::ftruncate(file, *size) != 0) {
         throw resource_error{"no shared segment of " + std::to_string(bytes) + " bytes",
                              with_errno({}, "ftruncate", errno)};
@@ -396,7 +397,7 @@ inline mapping mapping::open(const handle& from, const open_options& options) {
     check.numbers();
     const auto file = check.open_file();
     check.owner();
-    const auto identity = check.contents(file.number());
+    const auto identity = check.contents(file.native_handle());
     mapping result;
     if (options.resolve_locally && from.owner() == this_process()) {
         auto* const at = address_map::of_this_process().address_of(
@@ -407,7 +408,7 @@ inline mapping mapping::open(const handle& from, const open_options& options) {
             return result;
         }
     }
-    result.map(file.number(), from, options);
+    result.map(file.native_handle(), from, options);
     return result;
 }
 

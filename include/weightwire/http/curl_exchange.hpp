@@ -208,6 +208,11 @@ private:
                    "this process has no descriptor left for a connection; raise the limit of open "
                    "files (errno " +
                        std::to_string(socket_code) + ")");
+        } else if (code == CURLE_PEER_FAILED_VERIFICATION) {
+            failed(reply_fault::unreachable,
+                   std::string{error_text} +
+                       "; use the name that the server's certificate is for, and give the "
+                       "certificate of its authority in ca_file");
         } else {
             failed(fault_of(code, sendings > 0),
                    error_text[0] != '\0' ? error_text : curl_easy_strerror(code));

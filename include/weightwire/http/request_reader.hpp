@@ -84,13 +84,19 @@ struct reception {
     [[nodiscard]] bool is_ready() const noexcept { return status == 200; }
 };
 
-/// One connection's requests, one after another. Not thread-safe.
-class request_reader {
+/// One connection's requests, one after another. `Client` is where the bytes come from: the socket,
+/// or in tests a script. Not thread-safe.
+template <class Client>
+class basic_request_reader {
 public:
-    request_reader(int native, const server_options& options)
-        : options_{options}, native_{native}, input_(input_bytes) {}
-    request_reader(const request_reader&) = delete;
-    request_reader& operator=(const request_reader&) = delete;
+    /// A body's memory above this is given back while the client sends nothing for
+    /// `server_options::buffer_timeout`.
+    static constexpr std::size_t kept_bytes = std::size_t{1} << 20U;
+
+    basic_request_reader(Client client, const server_options& options)
+        : options_{options}, client_{std::move(client)}, input_(input_bytes) {}
+    basic_request_reader(const basic_request_reader&) = delete;
+    basic_request_reader& operator=(const basic_request_reader&) = delete;
 
     /// Waits for a whole request, at most for the limits in the options.
     [[nodiscard]] reception receive() {
@@ -124,6 +130,9 @@ public:
     /// Whether the client wants the connection kept after this request.
     [[nodiscard]] bool keeps_alive() const { return parser_->get().keep_alive(); }
 
+    /// Memory that bodies take, used or kept for the next.
+    [[nodiscard]] std::size_t body_memory() const noexcept { return body_.capacity(); }
+
 private:
     using allocator = std::pmr::polymorphic_allocator<char>;
     using parser = beast_http::parser<true, reused_body, allocator>;
@@ -145,8 +154,9 @@ private:
         parser_.emplace(std::piecewise_construct,
                         std::make_tuple(reused_body::value_type{.bytes = &body_}),
                         std::make_tuple(allocator{&*fields_}));
-        parser_->header_limit(static_cast<std::uint32_t>(
-            std::min<std::size_t>(options_.max_header, input_bytes / 2)));
+        // Beast measures request line and fields apart, and within a few bytes by the segments in
+        // which they come; the exact limit is ours.
+        parser_->header_limit(static_cast<std::uint32_t>(options_.max_header + 16));
         // The limit depends on the route and is checked once the route is known. No limit cannot be
         // said: Boost 1.74 refuses every body then.
         parser_->body_limit(std::numeric_limits<std::uint64_t>::max());
@@ -168,7 +178,7 @@ private:
         }
         std::size_t count = 0;
         const auto result =
-            read_some(native_, std::span{input_.data() + end_, input_.size() - end_}, until, count);
+            client_.receive(std::span{input_.data() + end_, input_.size() - end_}, until, count);
         end_ += count;
         return result;
     }
@@ -181,29 +191,48 @@ private:
         return error == beast_http::error::need_more ? beast::error_code{} : error;
     }
 
+    /// Waits for the next request. A client of ours does not use a connection again that has idled
+    /// for a few seconds, and then what one large body took would lie here for two minutes.
+    [[nodiscard]] read_result fill_after_idling() {
+        const auto until = deadline::after(options_.idle_timeout);
+        if (body_.capacity() > kept_bytes && options_.buffer_timeout < options_.idle_timeout) {
+            const auto result = fill(deadline::after(options_.buffer_timeout));
+            if (result != read_result::timed_out) {
+                return result;
+            }
+            std::string{}.swap(body_);
+        }
+        return fill(until);
+    }
+
     [[nodiscard]] reception read_header() {
         // A client that connects has a request to send: one that has shown none yet may not hold a
         // place as long as one that is between two requests.
         auto until = deadline::after(options_.header_timeout);
         if (begin_ == end_) {
             // Nothing is owed to a client that sends nothing.
-            if (fill(first_ ? until : deadline::after(options_.idle_timeout)) !=
-                read_result::data) {
+            if ((first_ ? fill(until) : fill_after_idling()) != read_result::data) {
                 return {};
             }
             if (!first_) {
                 until = deadline::after(options_.header_timeout);
             }
         }
-        for (;;) {
+        for (std::size_t taken = 0;;) {
             if (begin_ != end_) {
+                const auto waiting = end_ - begin_;
                 if (const auto error = parse()) {
                     return error == beast_http::error::header_limit
-                               ? reception{431, "protocol: the request's headers are too long"}
+                               ? reception{431, headers_too_long}
                                : reception{400, "protocol: the request is not valid HTTP"};
                 }
+                taken += waiting - (end_ - begin_);
             }
-            if (parser_->is_header_done()) {
+            const bool done = parser_->is_header_done();
+            if (taken + (done ? 0 : end_ - begin_) > options_.max_header) {
+                return {431, headers_too_long};
+            }
+            if (done) {
                 return {200};
             }
             switch (fill(until)) {
@@ -248,8 +277,8 @@ private:
         if (!same_word(expect, "100-continue")) {
             return {417, "protocol: the request expects what this server does not know"};
         }
-        if (begin_ == end_ && !write_all(native_, "HTTP/1.1 100 Continue\r\n\r\n", {},
-                                         deadline::after(options_.reply_timeout))) {
+        if (begin_ == end_ && !client_.send("HTTP/1.1 100 Continue\r\n\r\n",
+                                            deadline::after(options_.reply_timeout))) {
             return {};
         }
         return {200};
@@ -293,23 +322,33 @@ private:
     }
 
     [[nodiscard]] reception fill_behind(deadline until) {
-        if (end_ - begin_ == input_.size()) {
-            return {400, "protocol: a chunk's header in the request is too long"};
-        }
-        switch (fill(until)) {
-            case read_result::data: return {200};
-            case read_result::ended: return {};
-            case read_result::timed_out: break;
-        }
-        return {408, "timeout: the request's body did not arrive in time"};
+        do {
+            if (end_ - begin_ == input_.size()) {
+                return {400, "protocol: a chunk's header in the request is too long"};
+            }
+            switch (fill(until)) {
+                case read_result::data: break;
+                case read_result::ended: return {};
+                case read_result::timed_out:
+                    return {408, "timeout: the request's body did not arrive in time"};
+            }
+        } while (end_ - begin_ < shortest_rest);
+        return {200};
     }
 
+    /// No body ends with fewer bytes than these from a chunk's header on: `0`, and two line ends.
+    /// Beast asserts that a last chunk's header which it has seen comes again with as many, and
+    /// would end the process over a client that sends them one by one.
+    static constexpr std::size_t shortest_rest = 5;
+
+    static constexpr std::string_view headers_too_long =
+        "protocol: the request's headers are too long";
     static constexpr std::string_view too_large =
         "resource: the request's body is over this server's limit for the route; send less at once "
         "or raise the limit";
 
     const server_options& options_;
-    int native_;
+    Client client_;
     std::vector<char> input_;  // bytes [begin_, end_) are not parsed yet
     std::size_t begin_ = 0;
     std::size_t end_ = 0;
@@ -319,5 +358,7 @@ private:
     std::optional<std::pmr::monotonic_buffer_resource> fields_;
     std::optional<parser> parser_;  // its fields live in `fields_`
 };
+
+using request_reader = basic_request_reader<client_socket>;
 
 }  // namespace weightwire::http::detail

@@ -1,6 +1,7 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -27,6 +28,7 @@
 
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/detail/descriptor.hpp>
 #include <weightwire/http/reply.hpp>
 #include <weightwire/http/request_reader.hpp>
 #include <weightwire/http/server_options.hpp>
@@ -53,9 +55,10 @@ public:
           wake_{socket_handle::from_native(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC))} {
         if (!wake_) {
             throw resource_error{
-                "no descriptor is left for a server",
+                "no descriptor is left for a server; raise the limit of open files (ulimit -n)",
                 {.phase = phase::serve, .operation = "eventfd", .native_code = errno}};
         }
+        spare_ = spare_descriptor();
         hung_up_.reserve(options_.max_connections + turned_away_at_once);
     }
     server_core(const server_core&) = delete;
@@ -107,7 +110,7 @@ private:
     /// One client. The flags are guarded by the core's mutex.
     struct connection {
         connection(socket_handle from, const server_options& options)
-            : socket{std::move(from)}, reader{socket.native_handle(), options} {}
+            : socket{std::move(from)}, reader{client_socket{socket.native_handle()}, options} {}
 
         socket_handle socket;
         request_reader reader;
@@ -122,13 +125,19 @@ private:
     static constexpr std::size_t turned_away_at_once = 16;
     static constexpr std::chrono::milliseconds watch_period{20};
     static constexpr int idle_periods = 50;  // after so many without a handler the watch sleeps
+    static constexpr std::string_view too_many_text =
+        "resource: this server has as many connections as it may; close one or raise "
+        "max_connections";
+    static constexpr std::string_view no_descriptor_text =
+        "resource: this server's process may open no more files; raise its limit of open files "
+        "(ulimit -n)";
 
     static server_options checked(server_options options) {
         constexpr auto none = std::chrono::milliseconds::zero();
         if (options.max_header < 512 || options.max_header > (std::size_t{32} << 10U) ||
             options.max_connections == 0 || options.idle_timeout <= none ||
             options.header_timeout <= none || options.body_timeout <= none ||
-            options.reply_timeout <= none) {
+            options.reply_timeout <= none || options.buffer_timeout <= none) {
             throw usage_error{
                 "a server option is out of range: max_header is 512 to 32768, max_connections at "
                 "least 1, every timeout positive",
@@ -155,6 +164,11 @@ private:
         for (auto& source : sources) {
             source.request_stop();  // without the lock: it runs the handlers' callbacks
         }
+    }
+
+    /// A descriptor of nothing in particular, or none where there is none left.
+    [[nodiscard]] socket_handle spare_descriptor() const noexcept {
+        return socket_handle::from_native(::fcntl(wake_.native_handle(), F_DUPFD_CLOEXEC, 0));
     }
 
     void wake() noexcept {
@@ -229,19 +243,44 @@ private:
         }
     }
 
-    void accept_one() {
-        auto socket = socket_handle::from_native(::accept4(
-            listener_.socket.native_handle(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-        if (!socket) {
-            if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-                // The client stays in the queue; without a pause this thread would spin.
+    /// The next client. Where the process may open no more files, the descriptor that is kept for
+    /// this is given up for it, so that a client hears why it is not served.
+    [[nodiscard]] socket_handle accept_next(bool& last_descriptor) {
+        const auto accept = [this] {
+            return socket_handle::from_native(::accept4(listener_.socket.native_handle(), nullptr,
+                                                        nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        };
+        if (!spare_) {
+            spare_ = spare_descriptor();
+        }
+        auto socket = accept();
+        const int code = errno;
+        if (socket || !weightwire::detail::is_out_of_descriptors(code)) {
+            if (!socket && (code == ENOBUFS || code == ENOMEM)) {
                 std::this_thread::sleep_for(watch_period);
             }
+            return socket;
+        }
+        if (std::exchange(spare_, {})) {
+            last_descriptor = true;
+            return accept();
+        }
+        // The client stays in the queue; without a pause this thread would spin.
+        std::this_thread::sleep_for(watch_period);
+        return {};
+    }
+
+    void accept_one() {
+        bool last_descriptor = false;
+        auto socket = accept_next(last_descriptor);
+        if (!socket) {
             return;
         }
         tune_connection(socket.native_handle());
         const std::lock_guard lock{mutex_};
-        const bool turned_away = active_ >= options_.max_connections;
+        const auto refusal = last_descriptor                       ? no_descriptor_text
+                             : active_ >= options_.max_connections ? too_many_text
+                                                                   : std::string_view{};
         if (stopping_ || active_ >= options_.max_connections + turned_away_at_once) {
             return;
         }
@@ -249,8 +288,7 @@ private:
             auto made = std::make_unique<connection>(std::move(socket), options_);
             auto& added = *connections_.emplace_back(std::move(made));
             auto self = self_.lock();
-            added.thread =
-                std::thread{[this, self, &added, turned_away] { run(added, turned_away); }};
+            added.thread = std::thread{[this, self, &added, refusal] { run(added, refusal); }};
             ++active_;
         } catch (const std::exception&) {  // no memory or no thread: this client is let go
             if (!connections_.empty() && !connections_.back()->thread.joinable()) {
@@ -287,10 +325,10 @@ private:
 
     // --- a connection's thread
 
-    void run(connection& client, bool turned_away) noexcept {
+    void run(connection& client, std::string_view refusal) noexcept {
         try {
-            if (turned_away) {
-                turn_away(client);
+            if (!refusal.empty()) {
+                turn_away(client, refusal);
             } else {
                 serve(client);
             }
@@ -360,12 +398,10 @@ private:
         }
     }
 
-    void turn_away(connection& client) const {
+    void turn_away(connection& client, std::string_view refusal) const {
         constexpr std::chrono::seconds patience{1};
         if (wait_for(client.socket.native_handle(), POLLIN, deadline::after(patience))) {
-            refuse(client, 503,
-                   "resource: this server has as many connections as it may; close one or raise "
-                   "max_connections");
+            refuse(client, 503, refusal);
         }
     }
 
@@ -394,6 +430,7 @@ private:
     handle_function handle_;
     listener listener_;
     socket_handle wake_;
+    socket_handle spare_;  // of the accepting thread: the last descriptor, to say that it is
     std::thread acceptor_;
     std::vector<std::stop_source> hung_up_;  // of the accepting thread
 

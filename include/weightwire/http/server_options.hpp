@@ -25,6 +25,8 @@ struct server_options {
     std::size_t max_header = std::size_t{16} << 10U;  ///< request line and headers, at most 32 KiB
     std::size_t max_connections = 64;                 ///< one thread each
     std::chrono::milliseconds idle_timeout{120'000};  ///< between two requests
+    /// After so long between two requests a connection gives back the memory of a large body.
+    std::chrono::milliseconds buffer_timeout{5'000};
     /// From a request's first byte to its body; for a connection's first request, from accepting
     /// it.
     std::chrono::milliseconds header_timeout{10'000};

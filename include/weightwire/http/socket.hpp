@@ -7,23 +7,21 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <utility>
 
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/detail/descriptor.hpp>
+#include <weightwire/detail/socket.hpp>
 
 /// @file
 /// The POSIX calls that the server stands on: sockets that never block, waits that end at a
@@ -31,34 +29,9 @@
 
 namespace weightwire::http::detail {
 
-/// Owns a descriptor that `poll` knows. Move-only; `-1` is none.
-class socket_handle {
-public:
-    socket_handle() noexcept = default;
-    /// Takes over `native`; a negative one is none.
-    [[nodiscard]] static socket_handle from_native(int native) noexcept {
-        socket_handle owner;
-        owner.native_ = native;
-        return owner;
-    }
-    socket_handle(socket_handle&& other) noexcept : native_{std::exchange(other.native_, -1)} {}
-    socket_handle& operator=(socket_handle&& other) noexcept {
-        std::swap(native_, other.native_);
-        return *this;
-    }
-    ~socket_handle() { close(); }
-
-    [[nodiscard]] int native_handle() const noexcept { return native_; }
-    [[nodiscard]] explicit operator bool() const noexcept { return native_ >= 0; }
-    void close() noexcept {
-        if (native_ >= 0) {
-            ::close(std::exchange(native_, -1));
-        }
-    }
-
-private:
-    int native_ = -1;
-};
+using socket_handle = weightwire::detail::descriptor;
+using weightwire::detail::host_and_port;
+using weightwire::detail::would_block;
 
 /// Waits until `native` has one of `events`, an error or a hang-up; false at the deadline.
 [[nodiscard]] inline bool wait_for(int native, short events, deadline until) noexcept {
@@ -80,10 +53,6 @@ private:
     pollfd entry{native, POLLRDHUP, 0};
     return ::poll(&entry, 1, 0) > 0 &&
            (entry.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
-}
-
-[[nodiscard]] inline bool would_block(int code) noexcept {
-    return code == EAGAIN || code == EWOULDBLOCK || code == EINTR;
 }
 
 /// What a read gave.
@@ -130,24 +99,31 @@ enum class read_result : std::uint8_t { data, ended, timed_out };
     return true;
 }
 
+/// What a reader of requests sees of a client: its socket.
+class client_socket {
+public:
+    explicit client_socket(int native) noexcept : native_{native} {}
+    /// As `read_some`.
+    [[nodiscard]] read_result receive(std::span<char> to, deadline until,
+                                      std::size_t& count) const noexcept {
+        return read_some(native_, to, until, count);
+    }
+    /// As `write_all`.
+    [[nodiscard]] bool send(std::string_view bytes, deadline until) const noexcept {
+        return write_all(native_, bytes, {}, until);
+    }
+
+private:
+    int native_;
+};
+
 /// Sends small replies at once, and finds clients whose host has vanished.
 inline void tune_connection(int native) noexcept {
-    const auto set = [native](int level, int option, int value) {
-        ::setsockopt(native, level, option, &value, sizeof value);
-    };
-    set(IPPROTO_TCP, TCP_NODELAY, 1);
-    set(SOL_SOCKET, SO_KEEPALIVE, 1);
-    set(IPPROTO_TCP, TCP_KEEPIDLE, 15);
-    set(IPPROTO_TCP, TCP_KEEPINTVL, 5);
-}
-
-/// `127.0.0.1:8000` or `[::1]:8000`.
-[[nodiscard]] inline std::string host_and_port(std::string_view host, std::uint16_t port) {
-    std::string out{host};
-    if (out.find(':') != std::string::npos) {
-        out = "[" + out + "]";
-    }
-    return out + ":" + std::to_string(port);
+    using weightwire::detail::set_option;
+    set_option(native, IPPROTO_TCP, TCP_NODELAY, 1);
+    set_option(native, SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(native, IPPROTO_TCP, TCP_KEEPIDLE, 15);
+    set_option(native, IPPROTO_TCP, TCP_KEEPINTVL, 5);
 }
 
 /// A listening socket and the port it has.
@@ -161,57 +137,40 @@ struct listener {
 /// @throws resource_error the address cannot be bound, naming address and port.
 [[nodiscard]] inline listener listen_at(const std::string& address, std::uint16_t port) {
     const auto name = host_and_port(address, port);
-    const auto fail = [&name](std::string_view text, std::string_view call, std::string_view why,
-                              int code) -> resource_error {
+    const auto fail = [&name](std::string_view text, std::string_view call, int code) {
         return resource_error{name + " " + std::string{text},
-                              {.phase = phase::serve,
-                               .peer = name,
-                               .operation = std::string{call},
-                               .native_code = code,
-                               .native_text = std::string{why}}};
+                              weightwire::detail::with_errno(
+                                  error_context{.phase = phase::serve, .peer = name}, call, code)};
     };
-    const auto fail_with_errno = [&](std::string_view text, std::string_view call, int code) {
-        return fail(text, call, std::generic_category().message(code), code);
-    };
-    addrinfo hints{};
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
-    addrinfo* list = nullptr;
-    const auto status = ::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &list);
-    if (status != 0) {
-        throw fail("is no address of this machine; give a numeric one", "getaddrinfo",
-                   ::gai_strerror(status), status);
+    int status = 0;
+    const auto found = weightwire::detail::look_up(address, port, AI_PASSIVE, status);
+    if (found.empty()) {
+        throw resource_error{name + " is no address of this machine; give a numeric one",
+                             {.phase = phase::serve,
+                              .peer = name,
+                              .operation = "getaddrinfo",
+                              .native_code = status,
+                              .native_text = ::gai_strerror(status)}};
     }
-    const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner{list, &::freeaddrinfo};
-    auto made = socket_handle::from_native(
-        ::socket(list->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    auto made = weightwire::detail::stream_socket(found.front().family());
     if (!made) {
-        throw fail_with_errno("gets no socket", "socket", errno);
-    }
-    const int native = made.native_handle();
-    const int on = 1;
-    const int off = 0;
-    // Connections of a server that has just ended linger and would hold its port.
-    ::setsockopt(native, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (list->ai_family == AF_INET6) {
-        ::setsockopt(native, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    }
-    if (::bind(native, list->ai_addr, list->ai_addrlen) != 0 || ::listen(native, 128) != 0) {
         const int code = errno;
-        throw fail_with_errno(
-            code == EADDRINUSE ? "is in use; stop what listens there, or choose another port or 0"
-                               : "cannot be bound; choose an address of this machine",
-            "bind", code);
+        throw fail(weightwire::detail::is_out_of_descriptors(code)
+                       ? "gets no socket: no descriptor is left; raise the limit of open files"
+                       : "gets no socket",
+                   "socket", code);
     }
-    sockaddr_storage bound{};
-    socklen_t size = sizeof bound;
-    if (::getsockname(native, reinterpret_cast<sockaddr*>(&bound), &size) != 0) {
-        throw fail_with_errno("does not tell its port", "getsockname", errno);
+    if (const int code = weightwire::detail::bind_and_listen(made, found.front(), 128)) {
+        throw fail(code == EADDRINUSE
+                       ? "is in use; stop what listens there, or choose another port or 0"
+                       : "cannot be bound; choose an address of this machine",
+                   "bind", code);
     }
-    const auto big_endian = bound.ss_family == AF_INET6
-                                ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
-                                : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port;
-    return {std::move(made), ntohs(big_endian)};
+    const auto bound = weightwire::detail::local_address(made);
+    if (bound.size == 0) {
+        throw fail("does not tell its port", "getsockname", errno);
+    }
+    return {std::move(made), bound.port()};
 }
 
 }  // namespace weightwire::http::detail

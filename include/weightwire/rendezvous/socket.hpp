@@ -24,13 +24,14 @@
 #include <stop_token>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/detail/descriptor.hpp>
+#include <weightwire/detail/socket.hpp>
 
 /// @file
 /// The few POSIX calls that rendezvous and the test transports stand on: sockets that never block,
@@ -38,62 +39,11 @@
 
 namespace weightwire::rendezvous {
 
-/// Owns a file descriptor of a socket (or of something else that `poll` knows).
-class unique_socket {
-public:
-    unique_socket() noexcept = default;
-    /// Takes over `native`; a negative one is none.
-    [[nodiscard]] static unique_socket from_native(int native) noexcept {
-        unique_socket owner;
-        owner.native_ = native;
-        return owner;
-    }
-    unique_socket(unique_socket&& other) noexcept : native_{std::exchange(other.native_, -1)} {}
-    unique_socket& operator=(unique_socket&& other) noexcept {
-        std::swap(native_, other.native_);
-        return *this;
-    }
-    ~unique_socket() { close(); }
-
-    [[nodiscard]] int native_handle() const noexcept { return native_; }
-    [[nodiscard]] explicit operator bool() const noexcept { return native_ >= 0; }
-    void close() noexcept {
-        if (native_ >= 0) {
-            ::close(std::exchange(native_, -1));
-        }
-    }
-
-private:
-    int native_ = -1;
-};
-
-/// An address to bind or to connect to: IPv4, IPv6, or an abstract Unix name.
-struct socket_address {
-    sockaddr_storage storage{};
-    socklen_t size = 0;
-
-    [[nodiscard]] const sockaddr* native() const noexcept {
-        return reinterpret_cast<const sockaddr*>(&storage);
-    }
-    [[nodiscard]] int family() const noexcept { return storage.ss_family; }
-    /// Port of an IP address, else 0.
-    [[nodiscard]] std::uint16_t port() const noexcept {
-        if (family() == AF_INET) {
-            return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
-        }
-        if (family() == AF_INET6) {
-            return ntohs(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
-        }
-        return 0;
-    }
-};
-
-/// `127.0.0.1:29500` or `[::1]:29500`: what messages call a server.
-[[nodiscard]] inline std::string host_and_port(std::string_view host, std::uint16_t port) {
-    const bool bracket = host.find(':') != std::string_view::npos;
-    return (bracket ? "[" + std::string{host} + "]" : std::string{host}) + ":" +
-           std::to_string(port);
-}
+/// Owns a socket, or something else that `poll` knows.
+using unique_socket = weightwire::detail::descriptor;
+using weightwire::detail::host_and_port;
+using weightwire::detail::local_address;
+using weightwire::detail::socket_address;
 
 /// A name in Linux's abstract namespace: seen in this network namespace only, gone with its socket,
 /// leaves no file behind.
@@ -117,12 +67,12 @@ namespace detail {
 /// The longest that a wait goes without looking at its stop token.
 inline constexpr int stop_poll_ms = 10;
 
+using weightwire::detail::look_up;
+using weightwire::detail::would_block;
+
 [[nodiscard]] inline error_context with_code(error_context where, std::string_view operation,
                                              int code) {
-    where.operation = operation;
-    where.native_code = code;
-    where.native_text = code == 0 ? "" : std::generic_category().message(code);
-    return where;
+    return weightwire::detail::with_errno(std::move(where), operation, code);
 }
 
 /// @throws cancelled_error somebody asked for the stop; timeout_error the deadline passed.
@@ -155,10 +105,6 @@ inline short wait_ready(int socket, short events, deadline until, const std::sto
         }
         check_wait(until, stop, doing, where);
     }
-}
-
-[[nodiscard]] inline bool would_block(int code) noexcept {
-    return code == EAGAIN || code == EWOULDBLOCK || code == EINTR;
 }
 
 /// Writes all of `bytes`.
@@ -197,29 +143,6 @@ inline void read_exactly(int socket, void* to, std::size_t size, deadline until,
                              with_code(where, "recv", count == 0 ? 0 : errno)};
         }
     }
-}
-
-/// `getaddrinfo` with nothing but its result; empty where it failed, with the code in `status`.
-[[nodiscard]] inline std::vector<socket_address> look_up(const std::string& host,
-                                                         std::uint16_t port, int flags,
-                                                         int& status) {
-    addrinfo hints{};
-    hints.ai_family = AF_UNSPEC;
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = flags | AI_NUMERICSERV;
-    addrinfo* list = nullptr;
-    status = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
-    std::vector<socket_address> out;
-    if (status == 0) {
-        const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner{list, &::freeaddrinfo};
-        for (const auto* entry = list; entry != nullptr; entry = entry->ai_next) {
-            socket_address address;
-            address.size = entry->ai_addrlen;
-            std::memcpy(&address.storage, entry->ai_addr, entry->ai_addrlen);
-            out.push_back(address);
-        }
-    }
-    return out;
 }
 
 /// What the looking-up thread and its caller share; the one that is last frees it.
@@ -272,14 +195,16 @@ struct name_query {
 /// A stream socket that never blocks and is closed on exec; TCP sends small messages at once.
 /// @throws resource_error no descriptor is left.
 [[nodiscard]] inline unique_socket stream_socket(int family, const error_context& where) {
-    auto made =
-        unique_socket::from_native(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    auto made = weightwire::detail::stream_socket(family);
     if (!made) {
-        throw resource_error{"no socket can be made", detail::with_code(where, "socket", errno)};
+        const int code = errno;
+        throw resource_error{weightwire::detail::is_out_of_descriptors(code)
+                                 ? std::string{weightwire::detail::no_descriptor_is_left}
+                                 : "no socket can be made",
+                             detail::with_code(where, "socket", code)};
     }
     if (family != AF_UNIX) {
-        const int on = 1;
-        ::setsockopt(made.native_handle(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+        weightwire::detail::set_option(made.native_handle(), IPPROTO_TCP, TCP_NODELAY, 1);
     }
     return made;
 }
@@ -291,35 +216,13 @@ struct name_query {
                                              error_context where) {
     where.peer = name;
     auto listener = stream_socket(address.family(), where);
-    const int on = 1;
-    const int off = 0;
-    if (address.family() != AF_UNIX) {
-        // A server that has just died leaves connections behind that would hold its port.
-        ::setsockopt(listener.native_handle(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    }
-    if (address.family() == AF_INET6) {
-        ::setsockopt(listener.native_handle(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    }
-    if (::bind(listener.native_handle(), address.native(), address.size) != 0 ||
-        ::listen(listener.native_handle(), 1024) != 0) {
-        const int code = errno;
+    if (const int code = weightwire::detail::bind_and_listen(listener, address, 1024)) {
         throw resource_error{code == EADDRINUSE
                                  ? name + " is in use by another process; free it or choose port 0"
                                  : name + " cannot be bound; choose an address of this machine",
                              detail::with_code(where, "bind", code)};
     }
     return listener;
-}
-
-/// The address that `socket` is bound to.
-[[nodiscard]] inline socket_address local_address(const unique_socket& socket) noexcept {
-    socket_address address;
-    address.size = sizeof address.storage;
-    if (::getsockname(socket.native_handle(), reinterpret_cast<sockaddr*>(&address.storage),
-                      &address.size) != 0) {
-        return {};
-    }
-    return address;
 }
 
 /// Connects to `address`, once.
