@@ -95,6 +95,12 @@ struct watched_checkpoint {
                    return entry;
                });
     }
+    /// Without this the bytes would be copied from the mapping, and a checkpoint that somebody cuts
+    /// short would end this program by a signal instead of an error.
+    void read(const weightwire::named_tensor& tensor, std::uint64_t offset,
+              std::span<std::byte> to) const {
+        checkpoint.read(tensor, offset, to);
+    }
 };
 static_assert(weightwire::explain_weight_source<watched_checkpoint>());
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -66,6 +67,12 @@ std::string names(Source& source) {
 }
 
 template <class Source>
+std::vector<param_meta> metadata_of_all(Source& source) {
+    const auto list = source.metadata();
+    return {list.begin(), list.end()};
+}
+
+template <class Source>
 void check_conforms(Source& source) {
     const auto report = testing::check_weight_source(source);
     CHECK_MESSAGE(report.passed(), report.text());
@@ -83,6 +90,40 @@ TEST_CASE_FIXTURE(adapted, "rename: gives other names to the same tensors") {
     }
     CHECK(i == 4);
     check_conforms(renamed);
+}
+
+/// A source of addresses that nobody may touch: it reads.
+struct read_only {
+    static constexpr tensor_lifetime lifetime = tensor_lifetime::stable;
+    span_source& inner;
+    std::string read_names{};
+
+    auto metadata() const { return inner.metadata(); }
+    auto weights() { return inner.weights(); }
+    void read(const named_tensor& tensor, std::uint64_t offset, std::span<std::byte> to) {
+        read_names.append(read_names.empty() ? "" : " ").append(tensor.name);
+        std::ranges::fill(to, static_cast<std::byte>(offset));
+    }
+};
+
+TEST_CASE_FIXTURE(adapted, "adaptors: a source that reads its tensors itself still does") {
+    read_only source{memory_source};
+    auto renamed = source | only(is_weight) | in_order(by_name) | rename(strip);
+    const manifest expected{metadata_of_all(renamed)};
+    round_of round{renamed, expected};
+    auto stream = round.stream();
+    while (stream.next() != nullptr) {
+        std::byte byte{};
+        CHECK(stream.read(7, {&byte, 1}));
+        CHECK(byte == std::byte{7});
+    }
+    CHECK(source.read_names == "embed.weight layers.0.weight layers.1.weight");
+    auto in_memory = memory_source | rename(strip);
+    const manifest same{metadata_of_all(in_memory)};
+    round_of other{in_memory, same};
+    auto plain = other.stream();
+    static_cast<void>(plain.next());
+    CHECK_FALSE(plain.read(0, {}));
 }
 
 TEST_CASE_FIXTURE(adapted,

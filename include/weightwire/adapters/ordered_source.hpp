@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string_view>
@@ -90,6 +91,11 @@ public:
             held.push_back(name);
         }
         return held;
+    }
+    void read(const named_tensor& tensor, std::uint64_t offset, std::span<std::byte> to)
+        requires HasRead<source_type>
+    {
+        inner_.get().read(tensor, offset, to);
     }
 
 private:

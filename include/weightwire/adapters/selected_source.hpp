@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <iterator>
 #include <span>
 #include <string>
@@ -160,6 +161,11 @@ public:
             }
         }
         return held;
+    }
+    void read(const named_tensor& tensor, std::uint64_t offset, std::span<std::byte> to)
+        requires HasRead<source_type>
+    {
+        inner_.get().read(tensor, offset, to);
     }
 
 private:

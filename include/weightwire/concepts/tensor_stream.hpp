@@ -2,9 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <ranges>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include <weightwire/concepts/weight_source.hpp>
@@ -29,6 +32,12 @@ public:
     /// tensor.
     /// @throws anything that advancing the source throws.
     [[nodiscard]] const named_tensor* next() { return next_(state_); }
+    /// Copies bytes `[offset, offset + to.size())` of the tensor that `next()` gave last to `to`,
+    /// in the source's own way. Returns false where it has none (`HasRead`): copy from the address.
+    /// @throws anything that the source's `read` throws.
+    [[nodiscard]] bool read(std::uint64_t offset, std::span<std::byte> to) {
+        return read_ != nullptr && (read_(state_, offset, to), true);
+    }
     /// Index in the manifest of the tensor that `next()` gives next.
     [[nodiscard]] std::size_t position() const noexcept { return position_(state_); }
     /// What the source grants.
@@ -48,6 +57,7 @@ private:
     const named_tensor* (*next_)(void*) = nullptr;
     std::size_t (*position_)(const void*) noexcept = nullptr;
     void (*drain_)(void*) = nullptr;
+    void (*read_)(void*, std::uint64_t, std::span<std::byte>) = nullptr;
     void* state_ = nullptr;
     const weightwire::manifest* manifest_ = nullptr;
     tensor_lifetime lifetime_ = tensor_lifetime::until_next;
@@ -59,7 +69,7 @@ template <WeightSource Source>
 class round_of {
 public:
     round_of(Source& source, const weightwire::manifest& expected)
-        : manifest_{&expected}, range_{source.weights()} {}
+        : source_{&source}, manifest_{&expected}, range_{source.weights()} {}
     round_of(const round_of&) = delete;
     round_of& operator=(const round_of&) = delete;
 
@@ -74,6 +84,12 @@ public:
             return static_cast<const round_of*>(self)->position_;
         };
         view.drain_ = [](void* self) { static_cast<round_of*>(self)->drain(); };
+        if constexpr (HasRead<std::remove_reference_t<Source>>) {
+            view.read_ = [](void* self, std::uint64_t offset, std::span<std::byte> to) {
+                auto& round = *static_cast<round_of*>(self);
+                round.source_->read(round.current_, offset, to);
+            };
+        }
         return view;
     }
 
@@ -129,6 +145,7 @@ private:
         }
     }
 
+    std::remove_reference_t<Source>* source_;
     const weightwire::manifest* manifest_;
     range_type range_;
     std::optional<std::ranges::iterator_t<range_type>> at_;

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <ranges>
+#include <span>
 #include <string_view>
 #include <type_traits>
 #include <vector>
@@ -87,6 +88,16 @@ concept HasGroupWeights = requires(S& source, std::size_t group) {
     requires std::convertible_to<std::ranges::range_reference_t<decltype(source.weights(group))>,
                                  named_tensor>;
 };
+
+/// Optional: `source.read(tensor, offset, to)` copies bytes `[offset, offset + to.size())`, in C
+/// order, of a tensor that it has yielded and that is still valid to `to`, by another way than
+/// through its address. The tensor may have got another name meanwhile, from an adaptor. A backend
+/// that copies host memory asks for it first. It is for memory that may be gone when it is touched,
+/// such as a mapped file that somebody cuts short: a read can be an error, a touch is a signal. Not
+/// called for a tensor that the workers read in place.
+template <class S>
+concept HasRead = requires(S& source, const named_tensor& tensor, std::uint64_t offset,
+                           std::span<std::byte> to) { source.read(tensor, offset, to); };
 
 /// Optional: how long yielded tensors stay valid, known at compile time.
 template <class S>

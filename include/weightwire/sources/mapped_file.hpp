@@ -11,12 +11,14 @@
 #include <cstdint>
 #include <cstring>
 #include <ctime>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include <weightwire/core/error.hpp>
+#include <weightwire/detail/descriptor.hpp>
 
 /// @file
 /// A file mapped for reading.
@@ -27,10 +29,12 @@ namespace weightwire {
 /// noticed: by the size and the time of the last change, which has the grain of the kernel's clock
 /// tick (a few milliseconds).
 ///
-/// A file that is *cut short by somebody while it is mapped* cannot be read safely by anyone: the
-/// kernel raises SIGBUS at the first touch of a page that is gone. `require_unchanged()` finds it
-/// between rounds; within one, replace a checkpoint by renaming a new file over it (the mapping
-/// then keeps the old one), never by writing into it.
+/// A file that is *cut short by somebody while it is mapped* cannot be read safely at its address:
+/// the kernel raises SIGBUS at the first touch of a page that is gone. No check closes that window,
+/// and a library installs no handler for a signal of the process. `read()` is safe at any time: it
+/// asks the kernel for the bytes, which answers with an error. `require_unchanged()` finds a change
+/// between rounds. Replace a checkpoint by renaming a new file over it (the mapping then keeps the
+/// old one), never by writing into it.
 class mapped_file {
 public:
     /// Opens and maps `path`.
@@ -38,27 +42,23 @@ public:
     /// @throws resource_error the kernel refuses descriptor or mapping.
     explicit mapped_file(std::string path) : path_{std::move(path)} {
         // Without O_NONBLOCK a pipe would wait for a writer before it can be refused.
-        descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-        if (descriptor_ < 0) {
+        file_ = detail::descriptor::from_native(
+            ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+        if (!file_) {
             fail_to_open(errno);
         }
-        try {
-            map();
-        } catch (...) {
-            ::close(descriptor_);
-            throw;
-        }
+        map();
     }
     mapped_file(mapped_file&& other) noexcept
         : path_{std::move(other.path_)},
-          descriptor_{std::exchange(other.descriptor_, -1)},
+          file_{std::move(other.file_)},
           modified_{other.modified_},
           bytes_{std::exchange(other.bytes_, {})} {}
     mapped_file& operator=(mapped_file&& other) noexcept {
         if (this != &other) {
             unmap();
             path_ = std::move(other.path_);
-            descriptor_ = std::exchange(other.descriptor_, -1);
+            file_ = std::move(other.file_);
             modified_ = other.modified_;
             bytes_ = std::exchange(other.bytes_, {});
         }
@@ -92,12 +92,41 @@ public:
         }
     }
 
+    /// Whether `address` lies in the mapping.
+    [[nodiscard]] bool holds(const std::byte* address) const noexcept {
+        const std::less<const std::byte*> before;
+        return !before(address, bytes_.data()) && before(address, bytes_.data() + bytes_.size());
+    }
+
+    /// Copies the file's bytes from `offset` on to `to`, without touching the mapping: a file that
+    /// is cut short at any moment is an error, never a signal.
+    /// @throws data_error the file ends before; names it. resource_error it cannot be read.
+    void read(std::uint64_t offset, std::span<std::byte> to) const {
+        for (std::size_t done = 0; done < to.size();) {
+            const auto count = ::pread(file_.native_handle(), to.data() + done, to.size() - done,
+                                       static_cast<off_t>(offset + done));
+            if (count > 0) {
+                done += static_cast<std::size_t>(count);
+            } else if (count == 0) {
+                throw data_error{
+                    path_ + ": the file ends at byte " + std::to_string(offset + done) +
+                        " and had more when it was opened; replace a checkpoint by "
+                        "renaming, and open it again",
+                    {.operation = "pread", .bytes_done = done, .bytes_total = to.size()}};
+            } else if (errno != EINTR) {
+                const int code = errno;
+                throw resource_error{path_ + ": the file cannot be read",
+                                     detail::with_errno(error_context{}, "pread", code)};
+            }
+        }
+    }
+
 private:
     [[noreturn]] void fail_to_open(int code) const {
         error_context context{
             .operation = "open", .native_code = code, .native_text = std::strerror(code)};
-        if (code == EMFILE || code == ENFILE || code == ENOMEM) {
-            throw resource_error{path_ + ": no descriptor is left; raise the limit of open files",
+        if (detail::is_out_of_descriptors(code) || code == ENOMEM) {
+            throw resource_error{path_ + ": " + std::string{detail::no_descriptor_is_left},
                                  std::move(context)};
         }
         throw data_error{path_ + ": the file cannot be opened for reading", std::move(context)};
@@ -105,7 +134,7 @@ private:
 
     [[nodiscard]] struct stat status_now() const {
         struct stat status {};
-        if (::fstat(descriptor_, &status) != 0) {
+        if (::fstat(file_.native_handle(), &status) != 0) {
             const int code = errno;
             throw resource_error{
                 path_ + ": the file's size and time cannot be read",
@@ -124,7 +153,8 @@ private:
         if (size == 0) {
             return;  // an empty mapping is an error to the kernel, and no bytes are enough
         }
-        void* const address = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor_, 0);
+        void* const address =
+            ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file_.native_handle(), 0);
         if (address == MAP_FAILED) {
             const int code = errno;
             throw resource_error{
@@ -138,13 +168,10 @@ private:
         if (!bytes_.empty()) {
             ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
         }
-        if (descriptor_ >= 0) {
-            ::close(descriptor_);
-        }
     }
 
     std::string path_;
-    int descriptor_ = -1;
+    detail::descriptor file_;
     timespec modified_{};  ///< when the file was last written to before it was mapped
     std::span<const std::byte> bytes_{};
 };

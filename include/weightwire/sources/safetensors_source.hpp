@@ -3,6 +3,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -22,7 +23,8 @@
 #include <weightwire/sources/safetensors_index.hpp>
 
 /// @file
-/// A safetensors checkpoint as a `WeightSource`: memory-mapped, never copied.
+/// A safetensors checkpoint as a `WeightSource`: memory-mapped, nothing of it kept in memory of its
+/// own.
 
 namespace weightwire {
 
@@ -41,8 +43,17 @@ public:
     [[nodiscard]] const std::byte* data(const safetensors_entry& entry) const noexcept {
         return file_.bytes().data() + header_.data_begin + entry.begin;
     }
-    /// @throws data_error the file's size has changed since it was opened.
+    /// @throws data_error the file was written into, cut or lengthened since it was opened.
     void require_unchanged() const { file_.require_unchanged(); }
+    /// Whether `address` lies in this file's mapping.
+    [[nodiscard]] bool holds(const std::byte* address) const noexcept {
+        return file_.holds(address);
+    }
+    /// Copies what lies at `address`, in this file's mapping, without touching the mapping.
+    /// @throws data_error the file has been cut short. resource_error it cannot be read.
+    void read(const std::byte* address, std::span<std::byte> to) const {
+        file_.read(static_cast<std::uint64_t>(address - file_.bytes().data()), to);
+    }
 
 private:
     mapped_file file_;
@@ -60,8 +71,12 @@ struct safetensors_options {
 /// A checkpoint: one file, or the shards of an index. Every tensor of every file is sent, in this
 /// order: files sorted by name, within a file by offset, tensors without bytes by name.
 ///
-/// Models `WeightSource`; addresses are stable. Moving keeps every view into it valid. Several
-/// threads may read it at the same time.
+/// Models `WeightSource` and `HasRead`; addresses are stable. Moving keeps every view into it
+/// valid. Several threads may read it at the same time.
+///
+/// A file that somebody cuts short while it is open is an error to `weights()` and `read()`, and
+/// kills a process by SIGBUS that touches a tensor at its address (`mapped_file`). `ipc` copies by
+/// `read()`; a source of yours around this one that wants the same has a `read()` that calls it.
 class safetensors_source {
 public:
     static constexpr tensor_lifetime lifetime = tensor_lifetime::stable;
@@ -88,12 +103,39 @@ public:
 
     [[nodiscard]] std::span<const param_meta> metadata() const noexcept { return metadata_; }
     /// The same tensors every round.
-    /// @throws data_error a file's size has changed since it was opened.
+    /// @throws data_error a file was written into, cut or lengthened since it was opened.
     [[nodiscard]] std::span<const named_tensor> weights() const {
         for (const auto& file : files_) {
             file.require_unchanged();
         }
         return tensors_;
+    }
+
+    /// Copies bytes `[offset, offset + to.size())` of a tensor of this source to `to`, by reading
+    /// the file: whatever happens to it meanwhile ends in an error. With the last bytes of a tensor
+    /// it looks whether the file was written into, as `weights()` does before the first.
+    /// @throws data_error the file is shorter than it was, or was written into; names file and
+    /// tensor. resource_error it cannot be read. usage_error `tensor` is not of this source.
+    void read(const named_tensor& tensor, std::uint64_t offset, std::span<std::byte> to) const {
+        const auto* const address = tensor.tensor.data();
+        const auto size = tensor.tensor.byte_size();
+        const auto file =
+            std::ranges::find_if(files_, [&](const auto& each) { return each.holds(address); });
+        if (file == files_.end() || offset > size || to.size() > size - offset) {
+            throw usage_error{"these bytes are of no tensor of the checkpoint",
+                              {.tensor = std::string{tensor.name}}};
+        }
+        try {
+            file->read(address + offset, to);
+            if (offset + to.size() == size) {
+                file->require_unchanged();
+            }
+        } catch (const data_error& changed) {
+            auto context = changed.context();
+            context.phase = phase::update;
+            context.tensor = tensor.name;
+            throw data_error{std::string{changed.text()}, std::move(context)};
+        }
     }
 
     /// The tensor of that name.
@@ -237,6 +279,6 @@ private:
     std::unordered_map<std::string_view, std::size_t> position_;
 };
 
-static_assert(WeightSource<safetensors_source>);
+static_assert(WeightSource<safetensors_source> && HasRead<safetensors_source>);
 
 }  // namespace weightwire

@@ -100,7 +100,7 @@ private:
     void find_places(const sender_context& context, transport_message& message);
     void move(tensor_stream& stream, sending& at);
     void announce(const tensor_view& tensor, sending& at);
-    void stage(const tensor_view& tensor, sending& at);
+    void stage(const tensor_view& tensor, tensor_stream& stream, sending& at);
     void finish_piece(std::span<std::byte> bytes, std::uint64_t offset, std::uint64_t& sum,
                       const sending& at);
     void make_room(std::uint64_t needed, sending& at);
@@ -237,7 +237,7 @@ inline void sender::move(tensor_stream& stream, sending& at) {
         } else if (layout_.in_place(i)) {
             announce(entry->tensor, at);
         } else {
-            stage(entry->tensor, at);
+            stage(entry->tensor, stream, at);
         }
     }
     at.written = layout_.length();
@@ -288,7 +288,7 @@ inline void sender::announce(const tensor_view& tensor, sending& at) {
 }
 
 /// Writes a tensor to the ring. Pieces begin at multiples of 64 bytes of the tensor.
-inline void sender::stage(const tensor_view& tensor, sending& at) {
+inline void sender::stage(const tensor_view& tensor, tensor_stream& stream, sending& at) {
     const auto ring_bytes = layout_.ring_bytes();
     const auto begin = layout_.begin(at.parameter);
     std::uint64_t sum = 0;
@@ -302,7 +302,9 @@ inline void sender::stage(const tensor_view& tensor, sending& at) {
             make_room(position + count - ring_bytes, at);
         }
         const std::span<std::byte> bytes{ring_.data() + in_ring, static_cast<std::size_t>(count)};
-        shm::gather(bytes, tensor, offset, shm::stores::cached);
+        if (!stream.read(offset, bytes)) {
+            shm::gather(bytes, tensor, offset, shm::stores::cached);
+        }
         finish_piece(bytes, offset, sum, at);
         offset += count;
         at.written = position + count;
