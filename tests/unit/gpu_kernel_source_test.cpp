@@ -12,6 +12,7 @@
 #include <weightwire/gpu/kernels/copy_source.hpp>
 #include <weightwire/gpu/kernels/copy_tiles.hpp>
 #include <weightwire/gpu/kernels/digest_source.hpp>
+#include <weightwire/gpu/kernels/exchange_source.hpp>
 #include <weightwire/gpu/nvrtc.hpp>
 
 namespace gpu = weightwire::gpu;
@@ -78,6 +79,7 @@ TEST_CASE("every kernel compiles to machine code for its architectures, without 
         CHECK(is_machine_code(nvrtc->compile(gpu::copy_plain_source(), architecture)));
         CHECK(is_machine_code(nvrtc->compile(gpu::digest_source(), architecture)));
         CHECK(is_machine_code(nvrtc->compile(gpu::digest_finish_source(), architecture)));
+        CHECK(is_machine_code(nvrtc->compile(gpu::exchange_source(), architecture)));
         if (architecture >= 90) {
             CHECK(is_machine_code(nvrtc->compile(gpu::copy_bulk_source(), architecture)));
         }

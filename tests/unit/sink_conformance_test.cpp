@@ -2,8 +2,10 @@
 
 #include <doctest/doctest.h>
 
+#include <chrono>
 #include <map>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -91,6 +93,38 @@ struct takes_anything : table_of {
     }
 };
 
+struct waits_on : table_of {
+    std::span<const destination> begin(const session_info& session, const manifest& parameters,
+                                       deadline, const std::stop_token& = {}) {
+        return parameter_table::begin(session, parameters,
+                                      deadline::after(std::chrono::milliseconds{5}));
+    }
+};
+struct prepares_on : table_of {
+    prepares_on() : table_of{commit_mode::copy_in} {}
+    void prepare(deadline, const std::stop_token& = {}) {
+        parameter_table::prepare(deadline::after(std::chrono::milliseconds{5}));
+    }
+};
+struct undoes_nothing : table_of {
+    bool exchanged = false;
+    std::span<const destination> begin(const session_info& session, const manifest& parameters,
+                                       deadline until) {
+        exchanged = false;
+        return parameter_table::begin(session, parameters, until);
+    }
+    void exchange(deadline, const std::stop_token&) { exchanged = true; }
+    void rollback() noexcept {
+        if (exchanged) {
+            parameter_table::commit(version());
+        }
+        parameter_table::rollback();
+    }
+};
+struct guesses_badly : table_of {
+    [[nodiscard]] std::chrono::nanoseconds commit_estimate() const { return std::chrono::hours{1}; }
+};
+
 template <class Sink>
 conformance_report report_of() {
     return check_weight_sink(
@@ -128,6 +162,11 @@ TEST_CASE("a parameter table keeps every promise of WeightSink in every mode") {
             model());
         CHECK_MESSAGE(report.passed(), report.text());
         CHECK(report.find("held snapshots never change") != nullptr);
+        for (const auto* optional :
+             {"begin ends at the stop", "prepare ends at the stop", "an exchange can be undone",
+              "the commit estimate is honest"}) {
+            CHECK(report.find(optional) != nullptr);
+        }
     }
 }
 
@@ -172,5 +211,9 @@ TEST_CASE("each broken promise is found by the check that is named for it") {
     fails<hides_dirt>("rollback restores, or the sink is dirty");
     fails<takes_anything>("coverage is strict");
     fails<takes_anything>("missing parameters are named");
+    fails<waits_on>("begin ends at the stop");
+    fails<prepares_on>("prepare ends at the stop");
+    fails<undoes_nothing>("an exchange can be undone");
+    fails<guesses_badly>("the commit estimate is honest");
     CHECK_FALSE(check_weight_sink([](auto&&) {}, model()).passed());
 }

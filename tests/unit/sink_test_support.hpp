@@ -52,13 +52,19 @@ inline void fill(std::span<const weightwire::destination> destinations,
     }
 }
 
-/// A whole session that names every parameter of the sink.
+/// A whole session that names every parameter of the sink. Every second one exchanges first, where
+/// the sink does that.
 template <class Sink>
 void update(Sink& sink, weightwire::weight_version version) {
     const auto& parameters = sink.parameters();
     fill(sink.begin({.epoch = 1, .session = version, .version = version}, parameters, soon()),
          parameters, version);
     sink.prepare(soon());
+    if constexpr (weightwire::HasExchange<Sink>) {
+        if (version % 2 == 0) {
+            sink.exchange(soon(), {});
+        }
+    }
     sink.commit(version);
 }
 

@@ -20,14 +20,17 @@
 #include <utility>
 #include <vector>
 
+#include <weightwire/backends/ipc/backend.hpp>
 #include <weightwire/core/failure.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/call_gate.hpp>
+#include <weightwire/engine/weight_checksums.hpp>
 #include <weightwire/engine/worker_engine.hpp>
 #include <weightwire/sinks/parameter_table.hpp>
 #include <weightwire/testing/gate.hpp>
 
 #include "../support/forked.hpp"
+#include "../support/touch_trap.hpp"
 #include "../support/worker_rig.hpp"
 
 using namespace weightwire;
@@ -285,7 +288,7 @@ TEST_CASE("A commit that would end after the trainer gave up is not begun") {
 
 TEST_CASE("Readers that wait for an abandoned session learn of its end without anybody asking") {
     worker_options<> options;
-    options.session_time_to_live = 20ms;
+    options.session_time_to_live = 500ms;
     scene<slow_table> s{{.mode = commit_mode::in_place}, options};
     SUBCASE("after its start") { s.start(1); }
     SUBCASE("after its update") {
@@ -360,4 +363,161 @@ TEST_CASE("Only the call that runs when a take-over comes is told to stop") {
     CHECK_FALSE(running->stop().stop_requested());
     gives_up();
     CHECK(running->stop().stop_requested());
+}
+
+namespace {
+
+/// A table whose exchange may outlast everybody's patience.
+class late_table : public parameter_table {
+public:
+    using parameter_table::parameter_table;
+    parameter_table& table() { return *this; }
+    void exchange(deadline until, const std::stop_token& stop) {
+        parameter_table::exchange(until, stop);
+        while (late && !until.expired()) {
+            std::this_thread::sleep_for(1ms);
+        }
+        exchanges += 1;
+    }
+    bool late = false;
+    int exchanges = 0;
+};
+
+}  // namespace
+
+TEST_CASE("When one rank ends its copy too late no rank commits, and the next round does") {
+    small_weights weights{6, 1000};
+    worker_rig<late_table> rig{weights.metadata(), 4, {.mode = commit_mode::copy_in}};
+    hand_driven_trainer trainer{weights, 4};
+    rig.init(trainer);
+    weights.set(1);
+    rig.round(trainer, 1);
+    for (const bool by_instant : {true, false}) {
+        const auto old = weights;
+        const auto version = rig.engine.version() + 1;
+        rig.sinks[2]->late = true;
+        weights.set(version);
+        trainer.session = rig.engine.start(trainer.start_message(version), {}).session;
+        trainer.beside_sending([&] { rig.engine.update(trainer.update_message(), {}); });
+        auto message = trainer.finish_message(version);
+        if (by_instant) {
+            message.commit_before_ns = detail::monotonic_ns(deadline::after(2s).when());
+        } else {
+            message.budget_ms = 2000;
+        }
+        const auto why = caught([&] { rig.engine.finish(message, {}); });
+        CHECK(why.kind == "timeout");
+        CHECK(why.message().find("nothing is committed") != std::string::npos);
+        CHECK(rig.engine.version() == version - 1);
+        CHECK(rig.serves(version - 1, old));
+        rig.sinks[2]->late = false;
+        weights.set(version);
+        rig.round(trainer, version);
+        CHECK(rig.serves(version, weights));
+    }
+    for (const auto& sink : rig.sinks) {
+        CHECK(sink->exchanges == 5);
+    }
+}
+
+TEST_CASE("A take-over that comes during the final copy undoes it on every rank") {
+    small_weights weights{6, 1000};
+    worker_rig<late_table> rig{weights.metadata(), 2, {.mode = commit_mode::copy_in}};
+    hand_driven_trainer trainer{weights, 2};
+    rig.init(trainer);
+    weights.set(1);
+    rig.round(trainer, 1);
+    const auto old = weights;
+    weights.set(2);
+    trainer.session = rig.engine.start(trainer.start_message(2), {}).session;
+    trainer.beside_sending([&] { rig.engine.update(trainer.update_message(), {}); });
+    rig.sinks[1]->late = true;
+    auto message = trainer.finish_message(2);
+    message.commit_before_ns = detail::monotonic_ns(deadline::after(2s).when());
+    auto finishing = std::async(std::launch::async,
+                                [&] { return caught([&] { rig.engine.finish(message, {}); }); });
+    hand_driven_trainer second{weights, 2};
+    rig.init(second);
+    CHECK(finishing.get().kind == "session");
+    CHECK(rig.serves(1, old));
+    rig.sinks[1]->late = false;
+    weights.set(2);
+    rig.round(second, 2);
+    CHECK(rig.serves(2, weights));
+}
+
+TEST_CASE("An init whose transport is refused takes nothing from the trainer that is there") {
+    for (const int ranks : {1, 3}) {
+        CAPTURE(ranks);
+        small_weights weights{6, 1000};
+        worker_rig<obstinate_table, ipc::backend> rig{weights.metadata(), ranks};
+        trainer_half<ipc::backend> good{weights, ranks};
+        rig.init(good);
+        weights.set(1);
+        rig.round(good, 1);
+        const auto epoch = rig.engine.status().epoch;
+        trainer_half<ipc::backend> other{weights, ranks};
+        const auto refuse = [&] {
+            auto message = other.init_message();
+            message.transport = "{}";
+            CHECK(caught([&] { rig.engine.init(message, {}); }).kind == "protocol");
+            message = other.init_message();
+            const auto size = message.transport.find("\"length\":");
+            REQUIRE(size != std::string::npos);
+            message.transport.insert(size + 9, "9");
+            CHECK_FALSE(caught([&] { rig.engine.init(message, {}); }).kind.empty());
+            message = other.init_message();
+            message.take_over = false;  // no trainer may push out another without saying so
+            message.trainer = 77;
+            CHECK(caught([&] { rig.engine.init(message, {}); }).kind == "session");
+        };
+        weights.set(2);
+        refuse();
+        good.session = rig.engine.start(good.start_message(2), {}).session;
+        refuse();
+        good.beside_sending([&] {
+            auto running = std::async(std::launch::async,
+                                      [&] { rig.engine.update(good.update_message(), {}); });
+            refuse();
+            running.get();
+        });
+        refuse();
+        rig.engine.finish(good.finish_message(2), {});
+        CHECK(rig.engine.status().epoch == epoch);
+        CHECK(rig.serves(2, weights));
+        rig.init(other);
+        weights.set(3);
+        rig.round(other, 3);
+        CHECK(rig.serves(3, weights));
+        CHECK(caught([&] { rig.engine.start(good.start_message(4), {}); }).kind == "session");
+    }
+}
+
+TEST_CASE("An init that was overtaken while its transport was opened does not take the worker") {
+    detail::owner_board board;
+    const auto slow = board.arrive();
+    const auto quick = board.arrive();
+    board.begin(quick, {});
+    CHECK_THROWS_AS(board.begin(slow, {}), session_refused);
+    CHECK(board.owner().kind == detail::worker_owner::kind_type::nobody);
+    board.own({detail::worker_owner::kind_type::native, 5});
+    CHECK(board.owner().trainer == 5);
+    board.begin(board.arrive(), {});
+    CHECK(board.owner().kind == detail::worker_owner::kind_type::nobody);
+}
+
+TEST_CASE("Checksums that nobody waits for end within a tensor") {
+    small_weights weights{1, 8'000'000};
+    worker_rig<slow_table> rig{weights.metadata()};
+    const auto held = rig.sinks[0]->acquire();
+    detail::weight_checksums sums;
+    CHECK_THROWS_AS(detail::append_checksums(sums, held, "", deadline::after(-1s), {}),
+                    timeout_error);
+    static std::stop_source stop;
+    touch_trap::set(held.tensor(0).bytes(), [] { stop.request_stop(); });
+    CHECK_THROWS_AS(detail::append_checksums(sums, held, "", soon(), stop.get_token()),
+                    cancelled_error);
+    CHECK(sums.empty());
+    detail::append_checksums(sums, held, "", soon(), {});
+    CHECK(sums.size() == 1);
 }

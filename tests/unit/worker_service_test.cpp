@@ -111,7 +111,7 @@ TEST_CASE("vLLM's four calls get vLLM's messages") {
         CHECK(json_of(ask.post("/start_weight_update", round == 0 ? "" : "{}")) ==
               nlohmann::json{{"message", "Weight update started"}});
         trainer.beside_sending([&] {
-            CHECK(json_of(ask.post("/update_weights", trainer.parts()[0].vllm_body)) ==
+            CHECK(json_of(ask.post("/update_weights", trainer.parts()[0].vllm_bodies.at(0))) ==
                   nlohmann::json{{"message", "Weights updated"}});
         });
         CHECK(json_of(ask.post("/finish_weight_update",

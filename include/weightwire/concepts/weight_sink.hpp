@@ -18,7 +18,7 @@
 /// `WeightSink`: where a worker rank's weights land, and when inference sees them.
 ///
 /// A session is `begin`, writes to the destinations, `group_complete` as groups fill, `prepare`,
-/// then `commit` or `rollback`. Semantics:
+/// `exchange` where the sink has it, then `commit` or `rollback`. Semantics:
 /// - Nothing is visible to inference before `commit`, everything after it (`in_place` sinks
 /// excepted: they report
 ///   `dirty()` from the first write until a full commit).
@@ -27,6 +27,9 @@
 ///   throws `coverage_error` for a missing, unknown or wrong-shaped parameter, naming it, and may
 ///   wait for readers up to the deadline. A second `begin` without an end is a `session_error`.
 /// - `prepare` does everything that can fail or block; after it `commit` only swaps or copies.
+/// - A sink whose commit would copy should do it in `exchange` (`HasExchange`), which can be given
+/// up: a worker that is stopped in a copy that it cannot undo commits when it is resumed, however
+/// long ago its trainer went on without it.
 /// - `commit` and `rollback` do not throw. `rollback` is legal at any time and idempotent.
 /// - A wait for readers inside `begin` or `prepare` should end when the call that it serves is
 /// asked to stop: `HasStoppableBegin`, `HasStoppablePrepare`. Without them a new trainer waits with
@@ -143,9 +146,23 @@ template <class S>
 concept HasStoppablePrepare =
     requires(S& sink, deadline until, const std::stop_token& stop) { sink.prepare(until, stop); };
 
-/// Optional: `commit_estimate()`, how long a commit of the prepared session will take, as an honest
-/// guess. A worker does not begin a commit that would end after its trainer gave up. A sink whose
-/// commit only swaps has no need of it.
+/// Optional: `exchange(deadline, stop)`, called once between a `prepare` that returned and `commit`
+/// or `rollback`: brings the prepared bytes to where readers will find them, readers still kept
+/// out, so that `commit` has only pointers and numbers left to write. It asks the deadline and the
+/// stop between pieces and after the last one; what it throws then (`timeout_error`,
+/// `cancelled_error`) it throws with every byte back in its place and the session still prepared.
+/// After it has returned `rollback` puts the bytes back. `commit` without it makes the same
+/// visible.
+///
+/// A worker calls it on all ranks, looks at the clock and at its trainer once more, and only then
+/// commits on all of them: so none has committed when one of them is late.
+template <class S>
+concept HasExchange =
+    requires(S& sink, deadline until, const std::stop_token& stop) { sink.exchange(until, stop); };
+
+/// Optional: `commit_estimate()`, how long a commit of the prepared session will take from now on,
+/// `exchange` included, as an honest guess. A worker does not begin a commit that would end after
+/// its trainer gave up. A sink whose commit only swaps has no need of it.
 template <class S>
 concept HasCommitEstimate = requires(const S& sink) {
     { sink.commit_estimate() } -> std::convertible_to<std::chrono::nanoseconds>;
@@ -167,6 +184,29 @@ concept HasSnapshots = requires(std::remove_reference_t<S>& sink, std::size_t i)
     { sink.acquire().name(i) } -> std::convertible_to<std::string_view>;
     { sink.acquire().tensor(i) } -> std::convertible_to<tensor_view>;
 };
+
+/// Optional: `device()`, where the sink's tensors are. A worker engine gives it to the receiver of
+/// that rank.
+template <class S>
+concept HasDevice = requires(const std::remove_reference_t<S>& sink) {
+    { sink.device() } -> std::convertible_to<weightwire::device>;
+};
+
+/// Optional: `tensor_digests(tensors, results, deadline, stop)` writes the digest (core/digest.hpp)
+/// of each of `tensors`, destinations of the open session or a snapshot's, to the same place of
+/// `results`; throws `timeout_error` or `cancelled_error` when late. For tensors that the processor
+/// cannot read: without it a worker digests host memory only. Thread-safe.
+template <class S>
+concept HasTensorDigests =
+    requires(std::remove_reference_t<S>& sink, std::span<const tensor_view> tensors,
+             std::span<std::uint64_t> results, deadline until,
+             const std::stop_token& stop) { sink.tensor_digests(tensors, results, until, stop); };
+
+/// Optional: `clear_tensor(tensor)` fills a destination of the open session with zeros, which
+/// `/weight_checker` asks for. Without it a worker clears host memory only.
+template <class S>
+concept HasTensorClear = requires(std::remove_reference_t<S>& sink,
+                                  const mutable_tensor_view& tensor) { sink.clear_tensor(tensor); };
 
 /// One readable line for every member that `S` lacks.
 template <class S>

@@ -57,6 +57,8 @@ public:
         [[nodiscard]] std::stop_token stop() const noexcept { return stop_.get_token(); }
         /// One rank failed: the others of this call need not go on.
         void request_stop() noexcept { stop_.request_stop(); }
+        /// What `request_stop` asks through, for who outlives no call either.
+        [[nodiscard]] std::stop_source stop_source() const noexcept { return stop_; }
 
     private:
         std::stop_source stop_;  // before gate_: the trying constructor fills it as it decides
@@ -80,6 +82,8 @@ public:
     }
 
 private:
+    /// Waits with the mutex free. A take-over is counted from its arrival, so that no ordinary call
+    /// gets in between the one it pushes out and itself.
     std::stop_source acquire(kind how, deadline until, const std::stop_token& stop, phase where) {
         const bool takes_over = how == kind::take_over;
         std::stop_source next{std::nostopstate};
@@ -110,6 +114,7 @@ private:
         return enter_locked();
     }
 
+    /// For work that may be left to whoever comes next.
     bool try_acquire(std::stop_source& source) {
         const std::lock_guard lock{mutex_};
         if (busy_ || take_overs_ > 0) {
@@ -119,6 +124,7 @@ private:
         return true;
     }
 
+    /// The stop of a call is the gate's, not the caller's: a take-over must be able to ask for it.
     std::stop_source enter_locked() {
         busy_ = true;
         if (running_.stop_requested()) {

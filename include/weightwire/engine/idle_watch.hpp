@@ -31,6 +31,8 @@ public:
     /// `time_point::max()` where nothing is to be watched.
     using look_function = time_point (*)(void* owner, const std::stop_token& stop) noexcept;
 
+    /// @param owner outlives this object. A pointer and a function, so that the watch is no
+    /// template and its thread does not name its owner's type.
     idle_watch(void* owner, look_function look) noexcept : owner_{owner}, look_{look} {}
     idle_watch(const idle_watch&) = delete;
     idle_watch& operator=(const idle_watch&) = delete;
@@ -51,7 +53,7 @@ public:
                                   .native_text = failed.what()}};
         }
     }
-    /// The owner is called at `when`, or earlier.
+    /// The owner is called at `when`, or earlier. From any thread; never waits for a look.
     void look_at(time_point when) {
         {
             const std::lock_guard lock{mutex_};
@@ -64,6 +66,8 @@ public:
     }
 
 private:
+    /// The mutex is free while the thread sleeps and while the owner looks: `look_at` must not wait
+    /// for a call that the owner waits for in turn.
     void watch(const std::stop_token& stop) {
         std::unique_lock lock{mutex_};
         while (!stop.stop_requested()) {
@@ -87,9 +91,9 @@ private:
     void* owner_;
     look_function look_;
     std::mutex mutex_;
-    std::condition_variable_any changed_;
-    time_point next_ = time_point::max();
-    std::jthread thread_;  // last: it ends before what it uses
+    std::condition_variable_any changed_;  // `any`: its wait ends at the thread's stop
+    time_point next_ = time_point::max();  // the earliest that was told
+    std::jthread thread_;                  // last: it ends before what it uses
 };
 
 }  // namespace weightwire::detail

@@ -67,6 +67,7 @@ namespace detail {
                          {"status", static_cast<int>(outcome.status)},
                          {"version", outcome.version},
                          {"error", to_json(outcome.error)},
+                         {"resume_error", to_json(outcome.resume_error)},
                          {"bytes", outcome.bytes},
                          {"data_seconds", outcome.data_seconds}});
     }
@@ -94,6 +95,7 @@ namespace detail {
                                 .status = static_cast<peer_status>(entry.at("status").get<int>()),
                                 .version = entry.at("version").get<weight_version>(),
                                 .error = failure_from_json(entry.at("error")),
+                                .resume_error = failure_from_json(entry.at("resume_error")),
                                 .bytes = entry.at("bytes").get<std::uint64_t>(),
                                 .data_seconds = entry.at("data_seconds").get<double>()});
     }

@@ -66,6 +66,8 @@ private:
         void operator()() const noexcept { crew->call_(crew->work_, rank); }
     };
 
+    /// The work is passed by address and a plain function: a `std::function` a rank would allocate
+    /// in every call. The caller takes a share itself, so that one rank costs no thread.
     template <class Work>
     void run_all(Work& work) {
         work_ = &work;
@@ -79,6 +81,8 @@ private:
         }
     }
 
+    /// A rank that was stopped because another failed has nothing to say. Of several that failed by
+    /// themselves the lowest is reported, so that the same fault always names the same rank.
     void rethrow() {
         std::size_t cause = jobs_.size();
         std::size_t cancelled = jobs_.size();
@@ -108,6 +112,7 @@ private:
         }
     }
 
+    /// A single rank is the worker, and what names its rank already knows better.
     [[noreturn]] void name_rank(const std::exception_ptr& thrown, std::size_t rank) const {
         try {
             std::rethrow_exception(thrown);

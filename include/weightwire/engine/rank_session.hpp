@@ -18,6 +18,7 @@
 #include <weightwire/core/digest.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
+#include <weightwire/core/tensor.hpp>
 #include <weightwire/engine/tensor_digest.hpp>
 #include <weightwire/plan/coverage.hpp>
 #include <weightwire/plan/groups.hpp>
@@ -85,6 +86,8 @@ public:
     }
 
     /// @copydoc update_target::open
+    /// Nothing for what is frozen or an alias: receivers skip those bytes, and coverage still sees
+    /// that they came.
     [[nodiscard]] mutable_tensor_view open(std::size_t i, deadline until) {
         if (destinations_[i].kind != destination::kind_type::place) {
             return {};
@@ -97,6 +100,8 @@ public:
     }
 
     /// @copydoc update_target::wrote
+    /// Counted even where nothing is placed: a trainer that cuts a frozen tensor short is wrong
+    /// too.
     void wrote(std::size_t i, std::uint64_t offset, std::uint64_t count, deadline until) {
         const bool whole = coverage_.wrote(i, offset, count);
         const bool placed = destinations_[i].kind == destination::kind_type::place;
@@ -106,7 +111,7 @@ public:
         }
         if constexpr (HasBouncedDestinations<Sink>) {
             if (placed) {
-                digests_[i] = tensor_digest(opened_[i]);  // the buffer is gone after this
+                digests_[i] = digest_opened(i, until);  // the buffer is gone after this
                 sink_->placed(i, until);
             }
         }
@@ -124,9 +129,15 @@ public:
     void complete(std::span<const std::uint64_t> digests, deadline until,
                   const std::stop_token& stop) {
         check_coverage();
-        pacer pace{until, stop};
-        for (std::size_t i = 0; i < digests.size(); ++i) {
-            check_digest(i, digests[i], pace);
+        if constexpr (HasTensorDigests<Sink> && !HasBouncedDestinations<Sink>) {
+            compare_at_once(digests, until, stop);
+        } else {
+            pacer pace{until, stop};
+            for (std::size_t i = 0; i < digests.size(); ++i) {
+                if (const auto at = digested(i); at != manifest::npos) {
+                    require_digest(i, digest_of(at, pace), digests[i]);
+                }
+            }
         }
         for (std::size_t group = 0; group < list_->group_count(); ++group) {
             if (list_->with_bytes()[group] == 0) {
@@ -139,8 +150,15 @@ public:
             sink_->prepare(until);
         }
     }
-    /// What `commit` will take, as the sink guesses: never negative, and at most a day, so that it
-    /// can be added to any instant of a clock.
+    /// The part of the commit that takes time and can still be given up, where the sink has it.
+    /// @throws timeout_error, cancelled_error it was, and left no trace.
+    void exchange([[maybe_unused]] deadline until, [[maybe_unused]] const std::stop_token& stop) {
+        if constexpr (HasExchange<Sink>) {
+            sink_->exchange(until, stop);
+        }
+    }
+    /// What `exchange` and `commit` will take, as the sink guesses: never negative, and at most a
+    /// day, so that it can be added to any instant of a clock.
     [[nodiscard]] std::chrono::nanoseconds commit_estimate() const {
         if constexpr (HasCommitEstimate<Sink>) {
             using std::chrono::nanoseconds;
@@ -156,7 +174,7 @@ public:
         sink_->commit(version);
         open_ = false;
     }
-    /// Idempotent.
+    /// Idempotent: the engine rolls back whatever happened, without asking how far it came.
     void rollback() noexcept {
         if (std::exchange(open_, false)) {
             destinations_ = {};
@@ -199,7 +217,8 @@ private:
         std::size_t since_ = interval;  // the first piece asks
     };
 
-    /// A sink is the user's code: what it promises is checked once a session, not trusted.
+    /// A sink is the user's code: what it promises is checked once a session, not trusted, because
+    /// a receiver writes to these addresses without looking again.
     void check_destinations() const {
         const auto& parameters = list_->parameters();
         if (destinations_.size() != parameters.size()) {
@@ -233,6 +252,8 @@ private:
         return !coverage_.whole(i) && (wanted || !coverage_.untouched(i));
     }
 
+    /// A session without a byte would be a 200 for nothing: the most common mistake of a trainer
+    /// whose source is empty on this rank.
     void check_coverage() const {
         if (bytes_ == 0) {
             throw coverage_error{"the session moved 0 bytes; nothing is committed",
@@ -255,25 +276,61 @@ private:
         }
     }
 
-    void check_digest(std::size_t i, std::uint64_t expected, pacer& pace) const {
-        const auto& parameter = list_->parameters()[i];
+    /// Position of the destination whose bytes must have the digest that was sent for parameter
+    /// `i`; `npos` where there are none to compare.
+    [[nodiscard]] std::size_t digested(std::size_t i) const noexcept {
         const auto& kind = destinations_[i].kind;
         // An alias shares its owner's storage, so it must have been sent with the same bytes.
         const auto at = kind == destination::kind_type::alias ? destinations_[i].alias_of : i;
-        if (kind == destination::kind_type::frozen || parameter.byte_size() == 0 ||
-            destinations_[at].kind != destination::kind_type::place || !coverage_.whole(i) ||
-            !coverage_.whole(at)) {
-            return;
-        }
-        const auto found = digest_of(at, pace);
+        const bool compared = kind != destination::kind_type::frozen &&
+                              list_->parameters()[i].byte_size() != 0 &&
+                              destinations_[at].kind == destination::kind_type::place &&
+                              coverage_.whole(i) && coverage_.whole(at);
+        return compared ? at : manifest::npos;
+    }
+    void require_digest(std::size_t i, std::uint64_t found, std::uint64_t expected) const {
         if (found != expected) {
             throw integrity_error{"the bytes in place have digest " + digest_text(found) +
                                       ", the trainer sent digest " + digest_text(expected) +
                                       "; nothing is committed, send again",
-                                  {.phase = phase::finish, .tensor = parameter.name}};
+                                  {.phase = phase::finish, .tensor = list_->parameters()[i].name}};
         }
     }
 
+    /// All digests in one call of the sink: a device computes them together.
+    void compare_at_once(std::span<const std::uint64_t> expected, deadline until,
+                         const std::stop_token& stop) {
+        compared_.clear();
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+            if (const auto at = digested(i); at != manifest::npos) {
+                compared_.push_back(destinations_[at].where);
+            }
+        }
+        if (compared_.empty()) {
+            return;
+        }
+        digests_.resize(compared_.size());
+        sink_->tensor_digests(compared_, digests_, until, stop);
+        std::size_t next = 0;
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+            if (digested(i) != manifest::npos) {
+                require_digest(i, digests_[next++], expected[i]);
+            }
+        }
+    }
+
+    /// Of a buffer that holds all bytes of parameter `i`.
+    [[nodiscard]] std::uint64_t digest_opened(std::size_t i,
+                                              [[maybe_unused]] deadline until) const {
+        if constexpr (HasTensorDigests<Sink>) {
+            const tensor_view whole{opened_[i]};
+            std::uint64_t result = 0;
+            sink_->tensor_digests(std::span{&whole, 1}, std::span{&result, 1}, until, {});
+            return result;
+        } else {
+            return tensor_digest(opened_[i]);
+        }
+    }
     [[nodiscard]] std::uint64_t digest_of(std::size_t i, [[maybe_unused]] pacer& pace) const {
         if constexpr (HasBouncedDestinations<Sink>) {
             return digests_[i];
@@ -292,6 +349,7 @@ private:
     // Only where destinations exist around their writes.
     std::vector<mutable_tensor_view> opened_;
     std::vector<std::uint64_t> digests_;
+    std::vector<tensor_view> compared_;  ///< only where the sink digests
 };
 
 }  // namespace weightwire::detail

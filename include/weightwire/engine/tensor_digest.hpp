@@ -104,8 +104,8 @@ template <class Pause = no_pause>
     }
     if (tensor.device().kind != memory_kind::host) {
         throw unsupported_error{
-            "this build digests host memory only; send without digests, or keep the weights in "
-            "host memory"};
+            "a worker digests host memory only, unless its sink has tensor_digests(); send without "
+            "digests, or keep the weights in host memory"};
     }
     if (tensor.is_contiguous()) {
         return contiguous_digest(tensor.bytes(), pause);

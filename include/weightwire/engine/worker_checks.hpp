@@ -5,6 +5,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -47,7 +48,9 @@ inline void require_world(std::int64_t rank_offset, std::int64_t world_size, std
     }
 }
 
-/// What both sides must agree on, computed here and not believed.
+/// What both sides must agree on, computed here and not believed: a trainer of another build may
+/// hash alike and cut otherwise. The order is from what explains most to what explains least, since
+/// a wrong wire version makes every later difference a riddle.
 /// @throws mismatch_error names what differs, theirs and ours.
 template <class Tag>
 void check_native_init(const wire::native_init& message, std::size_t ranks) {
@@ -74,7 +77,63 @@ void check_native_init(const wire::native_init& message, std::size_t ranks) {
     }
 }
 
-/// The part that an update call names is a run of the manifest's `size` parameters.
+/// What a trainer says at init that it will send is compared with what the ranks say they hold, so
+/// that a wrong model is refused while nothing has been touched. What is missing is not seen here:
+/// whether a session is partial is said at its start.
+/// @throws coverage_error a name that a rank does not have, or another dtype or shape; names the
+/// tensor, and what was expected and found.
+template <class Tag, class Sink>
+void check_native_parameters(const manifest& theirs, const worker_ranks<Tag, Sink>& ranks) {
+    if constexpr (HasParameters<Sink>) {
+        for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+            const manifest& ours = ranks.sink(rank).parameters();
+            const auto refuse = [&](const param_meta& theirs_here, const std::string& text) {
+                throw coverage_error{text + "; trainer and worker must hold the same model",
+                                     {.phase = phase::init,
+                                      .tensor = theirs_here.name,
+                                      .backend = std::string{backend_traits<Tag>::wire_name},
+                                      .rank = ranks.size() == 1 ? -1 : static_cast<int>(rank)}};
+            };
+            for (const auto& found : theirs.parameters()) {
+                const auto at = ours.find(found.name);
+                if (at == manifest::npos) {
+                    refuse(found, "expected one of the " + std::to_string(ours.size()) +
+                                      " parameters of the worker, found a name that it does not "
+                                      "have");
+                }
+                const auto& held = ours[at];
+                if (held.dtype != found.dtype || held.shape != found.shape) {
+                    refuse(found, "expected " + std::string{to_string(held.dtype)} +
+                                      to_string(held.shape) + ", found " +
+                                      std::string{to_string(found.dtype)} + to_string(found.shape));
+                }
+            }
+        }
+    }
+}
+
+/// The update is of the plan that init agreed on.
+inline void require_plan(const wire::native_update& message, std::uint64_t agreed,
+                         error_context where) {
+    if (message.plan_hash != agreed) {
+        throw mismatch_error{"the update call belongs to plan " + digest_text(message.plan_hash) +
+                                 ", init agreed on plan " + digest_text(agreed),
+                             std::move(where)};
+    }
+}
+
+/// The finish is of the version that start announced.
+inline void require_started(const wire::native_finish& message, std::uint64_t version,
+                            error_context where) {
+    if (message.version != version) {
+        throw mismatch_error{"finish names version " + std::to_string(message.version) +
+                                 ", start named " + std::to_string(version),
+                             std::move(where)};
+    }
+}
+
+/// The part that an update call names is a run of the manifest's `size` parameters. Compared
+/// without a sum, which a hostile count would overflow.
 /// @throws protocol_error it is not.
 inline void require_part(const wire::native_update& message, std::size_t size,
                          error_context where) {
@@ -98,15 +157,58 @@ void require_speaks_vllm() {
     }
 }
 
+/// Whose a worker is: that of the last init that worked. Nobody's while an init runs and after one
+/// that failed.
+struct worker_owner {
+    enum class kind_type : std::uint8_t { nobody, native, vllm };
+    kind_type kind = kind_type::nobody;
+    std::uint64_t trainer = 0;  ///< the native one's name
+};
+
+/// Tells two inits apart by when they came: the later one has the worker, whichever is opened
+/// first. And keeps the owner, for the checks that come before an init has its turn. Thread-safe.
+class owner_board {
+public:
+    /// An init has come. Returns its number, from 1.
+    [[nodiscard]] std::uint64_t arrive() {
+        const std::lock_guard lock{mutex_};
+        return ++arrived_;
+    }
+    [[nodiscard]] worker_owner owner() const {
+        const std::lock_guard lock{mutex_};
+        return owner_;
+    }
+    /// The init of number `arrival` begins: nobody's until `own`.
+    /// @throws session_refused taken_over: one that came later has had its turn already.
+    void begin(std::uint64_t arrival, error_context where) {
+        const std::lock_guard lock{mutex_};
+        if (arrival < begun_) {
+            throw session_refused{session_fault::taken_over, to_string(session_fault::taken_over),
+                                  std::move(where)};
+        }
+        begun_ = arrival;
+        owner_ = {};
+    }
+    void own(worker_owner owner) {
+        const std::lock_guard lock{mutex_};
+        owner_ = owner;
+    }
+
+private:
+    mutable std::mutex mutex_;
+    worker_owner owner_;
+    std::uint64_t arrived_ = 0;
+    std::uint64_t begun_ = 0;
+};
+
 /// A trainer may take any worker, but does so once: what it lost it gets back only while no other
 /// trainer has come, or two of them would take it from each other for ever.
-/// @param last the last native init, null when there was none or a vLLM trainer came after it.
 /// @throws session_refused stale: another trainer has come.
-inline void check_native_owner(const wire::native_init& message, const wire::native_init* last,
-                               bool vllm_trainer, error_context where) {
-    const bool ours = last != nullptr && last->trainer == message.trainer;
-    const bool free = last == nullptr && !vllm_trainer;
-    if (!message.take_over && !ours && !free) {
+inline void check_native_owner(const wire::native_init& message, const worker_owner& owner,
+                               error_context where) {
+    using kind = worker_owner::kind_type;
+    const bool ours = owner.kind == kind::native && owner.trainer == message.trainer;
+    if (!message.take_over && !ours && owner.kind != kind::nobody) {
         throw session_refused{session_fault::stale,
                               "another trainer has taken this worker since; make a new engine to "
                               "take it back",
@@ -115,7 +217,8 @@ inline void check_native_owner(const wire::native_init& message, const wire::nat
 }
 
 /// `rank_offset` and `world_size` where the backend's `init_info` has them (`nccl`), else a group
-/// of the sender and this worker's ranks.
+/// of the sender and this worker's ranks. The rest of `init_info` is not looked at: only the
+/// backend knows its fields, and refuses what it does not.
 /// @throws mismatch_error they do not fit this worker. @throws protocol_error no integers.
 [[nodiscard]] inline std::pair<int, int> vllm_group(const std::string& init_info, std::size_t ranks,
                                                     const error_context& where) {
@@ -130,7 +233,8 @@ inline void check_native_owner(const wire::native_init& message, const wire::nat
     return {static_cast<int>(first), static_cast<int>(count)};
 }
 
-/// vLLM's trainer names parameters only as it sends them, so the sinks must know them, and alike.
+/// vLLM's trainer names parameters only as it sends them, so the sinks must know them, and alike:
+/// its one list of names is for every rank.
 /// @throws unsupported_error they do not.
 template <class Tag, class Sink>
 void require_common_parameters(const worker_ranks<Tag, Sink>& ranks) {

@@ -2,12 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <stop_token>
@@ -26,8 +24,10 @@
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/call_gate.hpp>
 #include <weightwire/engine/idle_watch.hpp>
+#include <weightwire/engine/remembered_update.hpp>
 #include <weightwire/engine/session.hpp>
 #include <weightwire/engine/worker_checks.hpp>
+#include <weightwire/engine/worker_commit_checks.hpp>
 #include <weightwire/engine/worker_session.hpp>
 #include <weightwire/engine/worker_status.hpp>
 #include <weightwire/wire/native.hpp>
@@ -61,8 +61,10 @@ class worker_engine {
     using turn = detail::call_gate::entry;
     using turn_kind = detail::call_gate::kind;
     using time_point = deadline::clock::time_point;
+    using receivers = std::unique_ptr<detail::rank_receivers<Tag>>;
 
 public:
+    /// The tag that says how bytes travel.
     using backend = Tag;
     using sink_type = Sink;
 
@@ -80,31 +82,39 @@ public:
 
     // The native form. Each call takes its budget from its message.
 
-    /// Begins a new epoch. What the message says is checked first: a trainer that does not agree
-    /// with this worker cannot disturb one that does.
+    /// Begins a new epoch. What can be checked without touching the trainer that is here comes
+    /// first, its transport included where the backend `opens_beside`: one that is refused costs
+    /// the other nothing, not even the call that runs.
     /// @throws mismatch_error another wire version, backend, plan hash or world size.
+    /// @throws coverage_error a parameter that a rank does not have, where sinks have
+    /// `parameters()`.
     /// @throws timeout_error the running call did not leave in time.
     /// @throws cancelled_error the client no longer waits: nothing has changed.
     /// @throws session_refused the trainer lost this worker, and another one has come since.
-    /// @throws what the receivers throw; the epoch has begun all the same.
+    /// @throws what the receivers throw. Those of a backend that does not `opens_beside` are opened
+    /// when the old ones are gone, so the epoch has begun then, and the worker is free.
     wire::native_init_reply init(wire::native_init message, const worker_call& call) {
+        const auto arrival = owner_.arrive();
         detail::check_native_init<Tag>(message, world_size());
+        detail::check_native_parameters(message.parameters, ranks());
+        detail::check_native_owner(message, owner_.owner(), at(phase::init));
         const auto until = native_deadline(message.budget_ms);
+        auto next = std::make_unique<wire::native_init>(std::move(message));
+        const transport_open with{.wire_parameters = next->wire_parameters,
+                                  .transport = next->transport,
+                                  .parameters = &next->parameters};
+        const std::pair group{next->rank_offset, next->world_size};
+        auto opened = open_beside(with, group, until, call);
         turn mine{gate_, turn_kind::take_over, until, superseding(call), phase::init};
         require_caller(call, phase::init);
-        detail::check_native_owner(message, taken_ ? native_.get() : nullptr,
-                                   taken_ && vllm_ != nullptr, at(phase::init));
-        taken_ = false;  // until it has worked: a trainer that was refused leaves the worker free
-        sessions_.begin_epoch([&] {
+        detail::check_native_owner(*next, owner_.owner(), at(phase::init));
+        begin_epoch(arrival, [&] {
             vllm_ = nullptr;
-            native_ = std::make_unique<wire::native_init>(std::move(message));
+            native_ = std::move(next);
             ranks().expect(native_->parameters);
-            ranks().open({.wire_parameters = native_->wire_parameters,
-                          .transport = native_->transport,
-                          .parameters = &native_->parameters},
-                         native_->rank_offset, native_->world_size, until, mine);
+            take(std::move(opened), with, group, until, mine);
         });
-        taken_ = true;
+        owner_.own({detail::worker_owner::kind_type::native, native_->trainer});
         const auto now = board().read();
         return {.epoch = now.epoch,
                 .plan_hash = native_->plan_hash,
@@ -131,6 +141,9 @@ public:
     }
     /// Receives one part on every rank at once. With one rank nothing is allocated between the
     /// call and the last byte.
+    /// @throws session_refused a stale epoch or session, or none is open: nothing has changed.
+    /// @throws mismatch_error the part is of another plan. @throws protocol_error it is no part of
+    /// the list. @throws what the receivers throw. After these three the session is over.
     wire::native_update_reply update(const wire::native_update& message, const worker_call& call) {
         const auto until = native_deadline(message.budget_ms);
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::update};
@@ -138,12 +151,7 @@ public:
         require_native({message.epoch, message.session}, phase::update);
         const auto reply =
             sessions_.receive({message.epoch, message.session}, {}, until, mine, [&] {
-                if (message.plan_hash != native_->plan_hash) {
-                    throw mismatch_error{
-                        "the update call belongs to plan " + digest_text(message.plan_hash) +
-                            ", init agreed on plan " + digest_text(native_->plan_hash),
-                        at(phase::update)};
-                }
+                detail::require_plan(message, native_->plan_hash, at(phase::update));
                 detail::require_part(message, native_->parameters.size(), at(phase::update));
                 return update_message{.round = message.round,
                                       .part = message.part,
@@ -157,6 +165,9 @@ public:
     /// Checks coverage and digests and prepares every rank, then commits if the trainer will still
     /// count on it at the end: a commit that its sinks expect to outlast the deadline is not begun,
     /// nor one whose client has left or that a take-over came before.
+    /// @throws coverage_error bytes are missing. @throws integrity_error a digest differs; both
+    /// name the tensor. @throws timeout_error, cancelled_error nobody would count on the commit.
+    /// The old version stays on every rank.
     wire::native_finish_reply finish(const wire::native_finish& message, const worker_call& call) {
         const auto until = native_deadline(message.budget_ms);
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::finish};
@@ -166,40 +177,44 @@ public:
             return s.finish_begin({message.epoch, message.session});
         });
         const auto version = sessions_.state().info().version;
-        sessions_.commit(
-            version, std::to_string(version), message.digests, until, mine, [&](auto takes) {
-                if (message.version != version) {
-                    throw mismatch_error{"finish names version " + std::to_string(message.version) +
-                                             ", start named " + std::to_string(version),
-                                         at(phase::finish)};
-                }
-                require_wanted(call, until, mine, takes);
-                require_before(message, takes);
-            });
+        sessions_.commit(version, std::to_string(version), message.digests, until,
+                         detail::commit_limit(message, boot_id_, until), mine, [&](auto takes) {
+                             detail::require_started(message, version, at(phase::finish));
+                             require_wanted(call, until, mine, takes);
+                             detail::require_before(message, boot_id_, takes, at(phase::finish));
+                         });
         return {.version = version};
     }
 
     // vLLM's form. The parameters of a session are the sink's own (`HasParameters`).
 
+    /// Begins a new epoch, as the native form does. What differs: nothing says who the trainer is,
+    /// so none is refused for being another.
     /// @throws unsupported_error the sink does not say what it holds, or ranks hold different
     /// lists.
     void init(const wire::vllm_init& message, const worker_call& call) {
         detail::require_speaks_vllm<Tag>();
+        const auto arrival = owner_.arrive();
         detail::require_common_parameters(ranks());
+        const auto group = vllm_group(message);
         const auto until = vllm_deadline();
+        auto next = std::make_unique<wire::vllm_init>(message);
+        const transport_open with{.wire_parameters = next->init_info};
+        auto opened = open_beside(with, group, until, call);
         turn mine{gate_, turn_kind::take_over, until, superseding(call), phase::init};
         require_caller(call, phase::init);
-        taken_ = false;
-        sessions_.begin_epoch([&] {
+        begin_epoch(arrival, [&] {
             native_ = nullptr;
-            vllm_ = std::make_unique<wire::vllm_init>(message);
+            vllm_ = std::move(next);
+            remembered_.forget();
             if constexpr (HasParameters<Sink>) {
                 ranks().expect(sink(0).parameters());
             }
-            open_for_vllm(until, mine);
+            take(std::move(opened), with, group, until, mine);
         });
-        taken_ = true;
+        owner_.own({detail::worker_owner::kind_type::vllm, 0});
     }
+    /// Begins a session for the version after this worker's: vLLM names none before the end.
     /// @throws unsupported_error runtime names instead of checkpoint names, which only vLLM has.
     /// @throws session_refused no init, or an open session.
     void start(const wire::vllm_start& message, const worker_call& call) {
@@ -222,6 +237,8 @@ public:
         });
         keep_session(vllm_deadline());
     }
+    /// Receives the named parameters on every rank, in any order and number of calls.
+    /// @param request kept while a later call sends the same, whose names are then known.
     /// @throws coverage_error a name that the session does not have, or another dtype or shape.
     void update(const std::shared_ptr<const wire::vllm_update_request>& request,
                 const worker_call& call) {
@@ -240,10 +257,25 @@ public:
         sessions_.end_idle_session();
         require_vllm(phase::finish);
         sessions_.step(phase::finish, [](session& s) { return s.finish_begin({}); });
-        sessions_.commit(version_of(message.weight_version), message.weight_version, {}, until,
-                         mine, [&](auto takes) { require_wanted(call, until, mine, takes); });
+        sessions_.commit(detail::version_of(message.weight_version, version() + 1),
+                         message.weight_version, {}, until, until, mine,
+                         [&](auto takes) { require_wanted(call, until, mine, takes); });
     }
-    /// `/update_weight_version`: a label, no weights.
+    /// Rolls an open session back and lets go of the transport; the weights stay.
+    void shutdown(const worker_call& call) {
+        const auto arrival = owner_.arrive();
+        turn mine{gate_, turn_kind::take_over, vllm_deadline(), superseding(call), phase::init};
+        require_caller(call, phase::init);
+        begin_epoch(arrival, [&] {
+            ranks().release();
+            vllm_ = nullptr;
+            native_ = nullptr;
+            remembered_.forget();
+        });
+        taken_ = false;
+    }
+    /// `/update_weight_version`: a label, no weights. Any thread, at any time: nothing waits for a
+    /// label, and the numeric version does not change.
     void set_label(std::string label) {
         board().change([&](worker_status& s) { s.label = std::move(label); });
     }
@@ -270,7 +302,7 @@ public:
     [[nodiscard]] bool dirty() const {
         return board().look([](const worker_status& s) { return s.dirty; });
     }
-    /// Ranks behind this worker.
+    /// Ranks behind this worker; what a trainer is told and counts by.
     [[nodiscard]] std::size_t world_size() const noexcept { return ranks().size(); }
     /// How an update becomes visible; empty where the sink does not say.
     [[nodiscard]] std::string_view commit_mode_name() const noexcept {
@@ -297,7 +329,9 @@ public:
                                   to_string(session_fault::already_active), at(phase::serve)};
         }
         if constexpr (HasParameters<Sink>) {
-            zero_and_commit(sink(0).parameters(), call, until, mine);
+            const manifest* after = native_ != nullptr ? &native_->parameters : nullptr;
+            sessions_.commit_zeros(sink(0).parameters(), after, until, mine,
+                                   [&](auto takes) { require_wanted(call, until, mine, takes); });
         }
     }
 
@@ -314,10 +348,12 @@ private:
         const std::chrono::milliseconds budget{std::clamp<std::int64_t>(budget_ms, 0, longest)};
         return deadline::after(budget - std::min(options().answer_margin, budget / 10));
     }
+    /// vLLM's calls name no time.
     [[nodiscard]] deadline vllm_deadline() const noexcept {
         return deadline::after(options().vllm_call_budget);
     }
 
+    /// At the end of a call that left a session open: from now on the watch counts.
     void keep_session(deadline until) { watch_.look_at(sessions_.keep_session(until.when())); }
     /// On the watch's thread. Waits for its turn as a call does: one that runs may keep the
     /// session, or leave it as it is, and is not disturbed.
@@ -381,14 +417,42 @@ private:
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::update};
         sessions_.end_idle_session();
         require_vllm(phase::update);
-        sessions_.receive({}, request, until, mine, describe);
+        sessions_.receive({}, remembered_.meaning_of(request), until, mine, describe);
         keep_session(vllm_deadline());
     }
-    /// A receiver reads vLLM's `init_info` itself: only the backend knows its fields.
-    void open_for_vllm(deadline until, turn& mine) {
-        const auto [offset, size] =
-            detail::vllm_group(vllm_->init_info, world_size(), at(phase::init));
-        ranks().open({.wire_parameters = vllm_->init_info}, offset, size, until, mine);
+    /// A receiver reads vLLM's `init_info` itself, but for its place in the group: only the backend
+    /// knows its fields.
+    [[nodiscard]] std::pair<int, int> vllm_group(const wire::vllm_init& message) const {
+        return detail::vllm_group(message.init_info, world_size(), at(phase::init));
+    }
+    /// An init's receivers before it has its turn, where the backend can: else null. On the thread
+    /// of the init, beside whatever call runs.
+    [[nodiscard]] receivers open_beside([[maybe_unused]] const transport_open& with,
+                                        [[maybe_unused]] std::pair<int, int> group,
+                                        [[maybe_unused]] deadline until, const worker_call& call) {
+        require_caller(call, phase::init);
+        if constexpr (traits::capabilities.opens_beside) {
+            return ranks().open_beside(with, group.first, group.second, until, call.stop);
+        } else {
+            return nullptr;
+        }
+    }
+    /// The receivers of an init that has its turn; the old ones are gone.
+    void take(receivers opened, const transport_open& with, std::pair<int, int> group,
+              deadline until, turn& mine) {
+        if (opened != nullptr) {
+            ranks().adopt(std::move(opened));
+        } else {
+            ranks().open(with, group.first, group.second, until, mine);
+        }
+    }
+    /// The worker is nobody's until the init has worked: a trainer that fails leaves it free.
+    template <class Open>
+    void begin_epoch(std::uint64_t arrival, Open open) {
+        owner_.begin(arrival, at(phase::init));
+        taken_ = false;
+        sessions_.begin_epoch(open);
+        taken_ = true;
     }
     /// vLLM's trainer calls init once, so after a failed update a one-sided transport is opened
     /// anew from what init said. One that needs the peer cannot be.
@@ -396,79 +460,13 @@ private:
         if (!traits::capabilities.one_sided) {
             require_initialized(false, phase::start);
         }
-        open_for_vllm(until, mine);
+        take(nullptr, {.wire_parameters = vllm_->init_info}, vllm_group(*vllm_), until, mine);
     }
 
-    /// Between prepared ranks and the commit: will anybody count on it when it is done? A trainer
-    /// that gave up may go on with the old version.
-    /// @param takes how long the commit will take.
-    /// @throws timeout_error, cancelled_error
+    /// Between prepared ranks and the commit.
     void require_wanted(const worker_call& call, deadline until, const turn& mine,
                         std::chrono::nanoseconds takes) const {
-        if (deadline::clock::now() + takes >= until.when()) {
-            throw timeout_error{"the commit" + lasting(takes) +
-                                    " would end after the call's deadline; nothing is committed",
-                                at(phase::finish)};
-        }
-        if (mine.stop().stop_requested() || !call.client_is_waiting()) {
-            throw cancelled_error{"the trainer no longer waits; nothing is committed",
-                                  at(phase::finish)};
-        }
-    }
-    /// A worker that was stopped and resumed sees a fresh deadline of its own; the trainer's clock
-    /// is the same where the boot is.
-    void require_before(const wire::native_finish& message, std::chrono::nanoseconds takes) const {
-        const bool same_clock = !boot_id_.empty() && message.boot_id == boot_id_;
-        if (same_clock && detail::monotonic_ns() + takes.count() >= message.commit_before_ns) {
-            throw timeout_error{"the commit" + lasting(takes) +
-                                    " would end after the instant from which on the trainer counts "
-                                    "on none; nothing is committed",
-                                at(phase::finish)};
-        }
-    }
-    [[nodiscard]] static std::string lasting(std::chrono::nanoseconds takes) {
-        const auto count = std::chrono::ceil<std::chrono::milliseconds>(takes).count();
-        return count == 0 ? std::string{} : " of some " + std::to_string(count) + " ms";
-    }
-    /// A label's number, where it grows and leaves room to grow; else the next one. Snapshots name
-    /// their version, so it must never repeat, whatever the opaque text says.
-    [[nodiscard]] weight_version version_of(const std::optional<std::string>& label) const {
-        constexpr weight_version most = std::numeric_limits<weight_version>::max() / 2;
-        const auto next = version() + 1;
-        weight_version number = 0;
-        if (label) {
-            const auto* end = label->data() + label->size();
-            const auto read = std::from_chars(label->data(), end, number);
-            const bool usable = read.ec == std::errc{} && read.ptr == end && number <= most;
-            number = usable ? number : 0;
-        }
-        return std::max(next, number);
-    }
-
-    /// A commit outside of any session. The list of the open plan is put back afterwards, so that
-    /// the trainer may go on.
-    void zero_and_commit(const manifest& parameters, const worker_call& call, deadline until,
-                         turn& mine) {
-        const auto now = version();
-        ranks().expect(parameters);
-        try {
-            ranks().begin({.epoch = sessions_.state().epoch(), .version = now}, until, mine);
-            ranks().zero(until, mine);
-            ranks().complete({}, until, mine);
-            require_wanted(call, until, mine, ranks().commit_estimate());
-            ranks().commit(now);
-        } catch (...) {
-            end_reset();
-            throw;
-        }
-        end_reset();
-    }
-    void end_reset() {
-        ranks().roll_back();
-        if (native_ != nullptr) {
-            ranks().expect(native_->parameters);
-        }
-        sessions_.publish_sinks();
+        detail::require_wanted(call, until, mine.stop(), takes, at(phase::finish));
     }
 
     [[nodiscard]] const worker_options<Events>& options() const noexcept {
@@ -484,7 +482,9 @@ private:
     // Of the call that holds the gate. Before the sessions, whose receivers refer to them.
     std::unique_ptr<wire::native_init> native_;  ///< the last init, if it was a native one
     std::unique_ptr<wire::vllm_init> vllm_;      ///< the last init, if it was vLLM's
+    detail::remembered_update remembered_;       ///< of vLLM's trainer
     bool taken_ = false;                         ///< the last init has worked
+    detail::owner_board owner_;                  ///< any thread
     detail::worker_session<Tag, Sink, Events> sessions_;
     detail::idle_watch watch_{
         this, [](void* self, const std::stop_token& stop) noexcept {

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <deque>
 #include <memory>
-#include <optional>
 #include <span>
 #include <stop_token>
 #include <string>
@@ -24,6 +23,8 @@
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/call_gate.hpp>
 #include <weightwire/engine/rank_crew.hpp>
+#include <weightwire/engine/rank_devices.hpp>
+#include <weightwire/engine/rank_receivers.hpp>
 #include <weightwire/engine/rank_session.hpp>
 #include <weightwire/wire/native.hpp>
 #include <weightwire/wire/vllm_requests.hpp>
@@ -34,17 +35,22 @@
 
 namespace weightwire::detail {
 
-/// The ranks of one worker. Knows nothing of calls, epochs or versions; the engine does. One thread
-/// at a time. A member that throws leaves some ranks further than others: the caller rolls back.
+/// The ranks of one worker. Knows nothing of calls, epochs or versions; the engine does. Every step
+/// is taken by all ranks before the next begins: what one cannot do none has gone past. One thread
+/// at a time, except where a member says otherwise. A member that throws leaves some ranks further
+/// than others: the caller rolls back.
 template <class Tag, class Sink>
 class worker_ranks {
-    using traits = backend_traits<Tag>;
     using turn = call_gate::entry;
 
 public:
+    using receivers = rank_receivers<Tag>;
+
     /// @param sinks one a rank, outliving this object.
-    /// @throws usage_error none, or a null one.
-    explicit worker_ranks(const std::vector<Sink*>& sinks) : crew_{sinks.size()} {
+    /// @param devices one a rank, or empty: see `rank_devices`.
+    /// @throws usage_error no sink, a null one, or devices that do not fit.
+    worker_ranks(const std::vector<Sink*>& sinks, std::span<const int> devices)
+        : crew_{sinks.size()} {
         for (auto* sink : sinks) {
             if (sink == nullptr) {
                 throw usage_error{"a worker engine was given a null sink"};
@@ -54,6 +60,7 @@ public:
         if (ranks_.empty()) {
             throw usage_error{"a worker engine needs at least one sink"};
         }
+        devices_ = rank_devices(sinks, devices);
     }
 
     [[nodiscard]] std::size_t size() const noexcept { return ranks_.size(); }
@@ -68,49 +75,47 @@ public:
 
     // Receivers.
 
-    [[nodiscard]] bool open() const noexcept { return open_; }
-    /// Makes and opens a receiver for every rank. `with` may be gone afterwards, its manifest not
-    /// before `release`.
-    /// @throws what a receiver throws; all are released then.
+    [[nodiscard]] bool open() const noexcept { return receivers_ != nullptr; }
+    /// Makes and opens a receiver for every rank, once the old ones are gone. `with` may be gone
+    /// afterwards, its manifest not before `release`.
+    /// @throws what a receiver throws; none is open then.
     void open(const transport_open& with, int rank_offset, int world_size, deadline until,
               turn& mine) {
         release();
-        // All are made before any is opened: opening runs side by side, on the ranks' threads.
-        for (std::size_t i = 0; i < ranks_.size(); ++i) {
-            const auto local = static_cast<int>(i);
-            ranks_[i].receiver.emplace(receiver_context{
-                .local_rank = local, .global_rank = rank_offset + local, .world_size = world_size});
-        }
-        try {
-            on_all(mine,
-                   [&](std::size_t i) { ranks_[i].receiver->open(with, until, mine.stop()); });
-        } catch (...) {
-            release();
-            throw;
-        }
-        open_ = true;
+        auto made = std::make_unique<receivers>(devices_, rank_offset, world_size);
+        made->open(crew_, with, until, mine.stop_source());
+        receivers_ = std::move(made);
     }
+    /// The same beside the receivers that are in use. Any thread, and beside a call: it has threads
+    /// of its own, since those of the ranks may be at work for the trainer that is still here.
+    [[nodiscard]] std::unique_ptr<receivers> open_beside(const transport_open& with,
+                                                         int rank_offset, int world_size,
+                                                         deadline until,
+                                                         const std::stop_token& stop) const {
+        auto made = std::make_unique<receivers>(devices_, rank_offset, world_size);
+        std::stop_source all;
+        const std::stop_callback forward{stop, [&all]() noexcept { all.request_stop(); }};
+        rank_crew crew{ranks_.size()};
+        made->open(crew, with, until, all);
+        return made;
+    }
+    /// Takes over what `open_beside` has opened.
+    void adopt(std::unique_ptr<receivers> opened) noexcept { receivers_ = std::move(opened); }
     /// Lets go of everything of the trainer's. Idempotent.
-    void release() noexcept {
-        for (auto& rank : ranks_) {
-            if (rank.receiver) {
-                rank.receiver->release();
-                rank.receiver.reset();
-            }
-        }
-        open_ = false;
-    }
+    void release() noexcept { receivers_.reset(); }
 
     // A session.
 
-    /// The parameters of the sessions that follow. `parameters` lives until the next call.
+    /// The parameters of the sessions that follow. `parameters` lives until the next call. Groups
+    /// are worked out here, once an init, and not in `begin`, which stands in every round.
     void expect(const manifest& parameters) {
         list_ = session_list{parameters};
         placed_ = nullptr;  // positions are those of the list before
     }
     [[nodiscard]] const manifest& parameters() const noexcept { return list_.parameters(); }
 
-    /// Asks every sink for its destinations.
+    /// Asks every sink for its destinations. Those that have readers wait for them here, side by
+    /// side, so that the slowest reader is waited for once and not once a rank.
     void begin(const session_info& info, deadline until, turn& mine) {
         on_all(mine,
                [&](std::size_t i) { ranks_[i].session.begin(info, list_, until, mine.stop()); });
@@ -131,7 +136,7 @@ public:
             if (named != nullptr) {
                 own.extras = named->entry(i).extras;
             }
-            receive_on(ranks_[i], own, named != nullptr, until, mine.stop());
+            receive_on(i, own, named != nullptr, until, mine.stop());
         });
         // From the first rank's begin to the last one's end: what the trainer waits for.
         wire::native_update_reply result{.bytes = bytes() - before,
@@ -156,7 +161,12 @@ public:
         on_all(mine,
                [&](std::size_t i) { ranks_[i].session.complete(digests, until, mine.stop()); });
     }
-    /// How long `commit` will take: ranks commit side by side, so as long as the slowest.
+    /// What of the commit takes time, on every rank, while all of it can still be given up.
+    /// @throws timeout_error, cancelled_error a rank was late: `roll_back` undoes the others.
+    void exchange(deadline until, turn& mine) {
+        on_all(mine, [&](std::size_t i) { ranks_[i].session.exchange(until, mine.stop()); });
+    }
+    /// How long a commit will take from now on: ranks work side by side, so as long as the slowest.
     [[nodiscard]] std::chrono::nanoseconds commit_estimate() const {
         std::chrono::nanoseconds longest{0};
         for (const auto& rank : ranks_) {
@@ -164,26 +174,38 @@ public:
         }
         return longest;
     }
-    /// After a `complete` that returned: every rank shows the new version. Side by side, since a
-    /// `copy_in` commit copies.
+    /// After a `complete`, and an `exchange` where sinks have it, that returned: every rank shows
+    /// the new version.
     void commit(weight_version version) noexcept {
-        crew_.run([&](std::size_t i) noexcept { ranks_[i].session.commit(version); });
-    }
-    /// Idempotent.
-    void roll_back() noexcept {
-        for (auto& rank : ranks_) {
-            rank.session.rollback();
+        if constexpr (HasExchange<Sink>) {
+            // Nothing but a few words to write is left: waking threads would take longer, and a
+            // process that is stopped meanwhile should be stopped between two ranks as seldom as
+            // can be.
+            for (auto& rank : ranks_) {
+                rank.session.commit(version);
+            }
+        } else {
+            crew_.run([&](std::size_t i) noexcept { ranks_[i].session.commit(version); });
         }
     }
+    /// Side by side, since ranks that have exchanged exchange back. Idempotent.
+    void roll_back() noexcept {
+        crew_.run([&](std::size_t i) noexcept { ranks_[i].session.rollback(); });
+    }
 
-    /// Fills every destination of the open session with zeros.
-    /// @throws unsupported_error a destination is not in host memory.
+    /// Fills every destination of the open session with zeros, by the same way as received bytes
+    /// go: coverage and bounced destinations see no difference.
+    /// @throws unsupported_error a destination is not in host memory, and the sink does not clear.
     void zero(deadline until, turn& mine) {
         on_all(mine, [&](std::size_t rank) {
             auto& target = ranks_[rank].session;
             for (std::size_t i = 0; i < parameters().size(); ++i) {
                 if (const auto where = target.open(i, until); where.data() != nullptr) {
-                    fill_with_zeros(where, parameters()[i].name);
+                    if constexpr (HasTensorClear<Sink>) {
+                        target.sink().clear_tensor(where);
+                    } else {
+                        fill_with_zeros(where, parameters()[i].name);
+                    }
                 }
                 target.wrote(i, 0, parameters()[i].byte_size(), until);
             }
@@ -194,26 +216,27 @@ private:
     struct rank_state {
         explicit rank_state(Sink& sink) noexcept : session{sink} {}
         rank_session<Sink> session;
-        std::optional<typename traits::receiver> receiver{};
         std::vector<std::size_t> positions{};  ///< of a vLLM update's names in the session
         std::int64_t began_ns = 0;             ///< of this update's data move
         std::int64_t ended_ns = 0;
     };
 
-    /// `work(rank)` for all at once; the first to throw stops the others.
+    /// `work(rank)` for all at once; the first to throw stops the others, which would only wait for
+    /// a session that is lost.
     template <class Work>
     void on_all(turn& mine, Work work) {
         crew_.run(work, [&] { mine.request_stop(); });
     }
 
     /// One rank's share. The times are its own, so that a rank's late thread counts as waiting.
-    void receive_on(rank_state& rank, const update_message& message, bool named, deadline until,
+    void receive_on(std::size_t i, const update_message& message, bool named, deadline until,
                     std::stop_token stop) {
+        auto& rank = ranks_[i];
         const auto positions =
             named ? std::span<const std::size_t>{rank.positions} : std::span<const std::size_t>{};
         update_target target{rank.session, parameters(), message.first, message.count, positions};
         rank.began_ns = monotonic_ns();
-        rank.receiver->receive(message, target, until, std::move(stop));
+        (*receivers_)[i].receive(message, target, until, std::move(stop));
         rank.ended_ns = monotonic_ns();
     }
 
@@ -226,7 +249,8 @@ private:
         return sum;
     }
 
-    /// Finds a request's names in the session; once for all rounds that send the same.
+    /// Finds a request's names in the session; once for all rounds that send the same. The request
+    /// is kept alive, since an equal address could else be another request.
     void place_names(const std::shared_ptr<const wire::vllm_update_request>& request) {
         placed_ = nullptr;
         for (std::size_t i = 0; i < ranks_.size(); ++i) {
@@ -263,8 +287,10 @@ private:
         // Bits of strided tensors have neighbours that are not theirs to clear.
         if (where.device().kind != memory_kind::host ||
             (item_bits(where.type()) % 8 != 0 && !where.is_contiguous())) {
-            throw unsupported_error{"this build resets whole bytes of host memory only",
-                                    {.phase = phase::serve, .tensor = name}};
+            throw unsupported_error{
+                "a worker resets whole bytes of host memory only, unless its "
+                "sink has clear_tensor()",
+                {.phase = phase::serve, .tensor = name}};
         }
         if (where.is_contiguous()) {
             std::memset(where.data(), 0, where.byte_size());
@@ -273,10 +299,11 @@ private:
         }
     }
 
-    std::deque<rank_state> ranks_;  // receivers need not be movable
+    std::deque<rank_state> ranks_;
+    std::vector<int> devices_;              ///< of each rank's receiver
+    std::unique_ptr<receivers> receivers_;  ///< of the trainer that is here; none between two
     session_list list_;
     std::shared_ptr<const wire::vllm_update_request> placed_;  ///< `positions` belong to it
-    bool open_ = false;
     rank_crew crew_;  // last: its threads end before what they read
 };
 

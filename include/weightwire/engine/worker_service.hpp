@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <concepts>
 #include <cstddef>
@@ -12,8 +11,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
-#include <stop_token>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,9 +24,9 @@
 #include <weightwire/engine/session.hpp>
 #include <weightwire/engine/weight_checksums.hpp>
 #include <weightwire/engine/worker_metrics.hpp>
+#include <weightwire/engine/worker_pause.hpp>
 #include <weightwire/engine/worker_status.hpp>
 #include <weightwire/version.hpp>
-#include <weightwire/wire/client_calls.hpp>
 #include <weightwire/wire/envelope.hpp>
 #include <weightwire/wire/http_message.hpp>
 #include <weightwire/wire/json_writer.hpp>
@@ -41,33 +38,12 @@
 
 namespace weightwire {
 
-/// What `/pause` asks the inference loop for.
-struct pause_request {
-    pause_mode mode = pause_mode::abort;
-    bool clear_cache = true;
-    std::stop_token stop{};  ///< requested when the client no longer waits
-};
-
-/// What the user's inference does at `/pause` and `/resume`. `on_pause` returns when the pause
-/// holds; both may throw: `std::invalid_argument` becomes 400, anything else 500.
-template <class H>
-concept PauseHooks = requires(H& hooks, const pause_request& request) {
-    hooks.on_pause(request);
-    hooks.on_resume();
-};
-
-/// For loops that only look at `paused()`.
-struct no_pause_hooks {
-    void on_pause(const pause_request&) const noexcept {}
-    void on_resume() const noexcept {}
-};
-
 /// Limits and times of a service. The body limits are what the service tells trainers; the server
 /// in front of it enforces its own, which should be the same.
 struct worker_service_options {
-    std::uint64_t max_update_body = std::uint64_t{256} << 20U;
-    std::uint64_t max_body = std::uint64_t{1} << 20U;
-    std::chrono::milliseconds checker_budget{290'000};  ///< for one `/weight_checker`
+    std::uint64_t max_update_body = std::uint64_t{256} << 20U;  ///< bytes of an update's list
+    std::uint64_t max_body = std::uint64_t{1} << 20U;           ///< bytes of any other body
+    std::chrono::milliseconds checker_budget{290'000};          ///< for one `/weight_checker`
 };
 
 /// Answers requests with vLLM's status codes and envelopes (vLLM wire sections 1.3 to 1.5), and our
@@ -79,15 +55,19 @@ struct worker_service_options {
 template <class Engine, PauseHooks Hooks = no_pause_hooks>
 class worker_service {
 public:
+    /// A service whose user looks at `paused()`, or whose hooks need nothing.
     explicit worker_service(Engine& engine, worker_service_options options = {})
         requires std::default_initializable<Hooks>
         : worker_service{engine, Hooks{}, options} {}
+    /// @param hooks what is told of `/pause` and `/resume`; kept by value.
     worker_service(Engine& engine, Hooks hooks, worker_service_options options = {})
-        : engine_{&engine}, options_{options}, hooks_{std::move(hooks)} {}
+        : engine_{&engine}, options_{options}, pause_{std::move(hooks)} {}
     worker_service(const worker_service&) = delete;
     worker_service& operator=(const worker_service&) = delete;
 
     /// Answers one request; blocks as long as the call that it carries.
+    /// @param request its views live until this returns. A client that has left is seen through
+    /// `stop` and `client_waits`, so that no commit happens behind its back.
     [[nodiscard]] http_response handle(const http_request& request) {
         // Counted after the answer: what a client sees in /metrics has been answered.
         const auto index = route_of(request.path);
@@ -96,17 +76,19 @@ public:
         return response;
     }
 
-    /// Whether inference should stand still: between `/pause` and `/resume`.
-    [[nodiscard]] bool paused() const noexcept { return paused_.load(); }
+    /// Whether inference should stand still: between `/pause` and `/resume`. For any thread; costs
+    /// an atomic load, so a loop may look before each step.
+    [[nodiscard]] bool paused() const noexcept { return pause_.paused(); }
     [[nodiscard]] Engine& engine() const noexcept { return *engine_; }
 
 private:
+    /// Where a request goes.
     struct route {
         std::string_view path;
         std::string_view method;
         http_response (worker_service::*handler)(const http_request&);
     };
-    static constexpr std::size_t route_count = 14;
+    static constexpr std::size_t route_count = 15;
     /// Apart from the handlers, so that metrics label requests without naming this template. The
     /// last entry stands for every path that is not there.
     static constexpr std::array<std::string_view, route_count + 1> paths{
@@ -124,8 +106,10 @@ private:
         "/version",
         "/weight_checker",
         "/metrics",
+        "/shutdown_weight_transfer_engine",
         "other"};
 
+    /// The same paths with what answers them. A function, since the handlers are declared below it.
     [[nodiscard]] static const std::array<route, route_count>& routes() {
         using s = worker_service;
         static constexpr std::array<route, route_count> table{{
@@ -143,9 +127,11 @@ private:
             {paths[11], "GET", &s::version},
             {paths[12], "POST", &s::weight_checker},
             {paths[13], "GET", &s::metrics},
+            {paths[14], "POST", &s::shutdown_weight_transfer_engine},
         }};
         return table;
     }
+    /// Index of the path, whatever the method; `route_count` where there is none.
     [[nodiscard]] static std::size_t route_of(std::string_view path) noexcept {
         const auto found = std::find(paths.begin(), paths.end() - 1, path);
         return static_cast<std::size_t>(found - paths.begin());
@@ -173,8 +159,10 @@ private:
         }
     }
 
-    // The four phases.
+    // The four phases. Each is one route for both wires: a body with our member is ours, any other
+    // is vLLM's. The reply is in the form of the call.
 
+    /// Takes the worker, whoever had it: `worker_engine::init` says who is refused.
     http_response init_weight_transfer_engine(const http_request& request) {
         return by_dialect(
             request, &wire::decode_init, &wire::parse_vllm_init,
@@ -186,6 +174,12 @@ private:
                 return said("Weight transfer initialized");
             });
     }
+    /// What vLLM's trainers post at their end, from 0.32 on.
+    http_response shutdown_weight_transfer_engine(const http_request& request) {
+        engine_->shutdown(call_of(request));
+        return ok(said("Weight transfer shut down"));
+    }
+    /// After it a session is open, which the engine ends by itself if nobody goes on.
     http_response start_weight_update(const http_request& request) {
         return by_dialect(
             request, &wire::decode_start, &wire::parse_vllm_start,
@@ -217,6 +211,8 @@ private:
         }
         return ok(said("Weights updated"));
     }
+    /// After a 200 inference sees the new weights, after anything else what it saw before the start
+    /// (`in_place` excepted).
     http_response finish_weight_update(const http_request& request) {
         return by_dialect(
             request, &wire::decode_finish, &wire::parse_vllm_finish,
@@ -229,7 +225,7 @@ private:
             });
     }
 
-    // Around them.
+    // Around them: questions, which are answered while a call runs, and switches.
 
     /// A label for weights that came another way; no weight changes.
     http_response update_weight_version(const http_request& request) {
@@ -276,72 +272,26 @@ private:
         }
         return ok(wire::encode_version_reply(version_string, offer));
     }
+    /// What a trainer counts its ranks by before it says init.
     http_response get_world_size(const http_request& request) {
         // No data parallelism behind one engine, so the answer is the same; a bad value is not.
         static_cast<void>(detail::query_bool(request.query, "include_dp", true));
         return ok("{\"world_size\":" + std::to_string(engine_->world_size()) + "}");
     }
+    /// Prometheus asks every few seconds: nothing here waits for a call that runs.
     http_response metrics(const http_request&) {
         return {.content_type = "text/plain; version=0.0.4; charset=utf-8",
                 .body = detail::metrics_text(engine_->status(), paused(), counters_, paths)};
     }
 
-    /// The arguments are query parameters; a body is ignored (vLLM wire section 1.3).
+    /// 400 for a query that means nothing, else what the hook did.
     http_response pause(const http_request& request) {
-        const pause_request asked{
-            .mode = mode_of(request.query),
-            .clear_cache = detail::query_bool(request.query, "clear_cache", true),
-            .stop = request.stop};
-        return switch_pause(true, "pause", R"({"status":"paused"})",
-                            [&] { hooks_.on_pause(asked); });
+        return pause_.pause(request.query, request.stop);
     }
-    http_response resume(const http_request&) {
-        return switch_pause(false, "resume", R"({"status":"resumed"})",
-                            [&] { hooks_.on_resume(); });
-    }
+    http_response resume(const http_request&) { return pause_.resume(); }
+    /// The flag, not the hook: true from the moment a pause was asked for.
     http_response is_paused(const http_request&) {
         return ok(paused() ? R"({"is_paused":true})" : R"({"is_paused":false})");
-    }
-    [[nodiscard]] static pause_mode mode_of(std::string_view query) {
-        // Deprecated, and the same as mode=wait.
-        const bool wait = detail::query_bool(query, "wait_for_inflight_requests", false);
-        const auto word = detail::query_value(query, "mode");
-        if (!word) {
-            return wait ? pause_mode::wait : pause_mode::abort;
-        }
-        for (const auto mode : {pause_mode::abort, pause_mode::wait, pause_mode::keep}) {
-            if (*word == to_string(mode)) {
-                return wait ? pause_mode::wait : mode;
-            }
-        }
-        detail::refuse_query("mode", "'abort', 'wait' or 'keep'", *word);
-    }
-    /// The flag goes first, so that the loop takes no new work while a hook waits for the old.
-    template <class Hook>
-    http_response switch_pause(bool to, std::string_view verb, std::string_view done, Hook hook) {
-        // Never waits: a pause may last as long as the longest request, and a resume that queued
-        // behind it would undo the pause the moment it held.
-        const std::unique_lock turn{pause_mutex_, std::try_to_lock};
-        const auto failed = [&](int status, std::string_view why) {
-            return http_response{
-                .status = status,
-                .body = wire::plain_error_body("Failed to " + std::string{verb} +
-                                               " generation: " + std::string{why})};
-        };
-        if (!turn) {
-            return failed(500, "a pause or resume is still in flight; wait for its response");
-        }
-        const bool before = paused_.exchange(to);
-        try {
-            hook();
-            return ok(std::string{done});
-        } catch (const std::invalid_argument& cause) {
-            paused_ = before;  // the hook refused, so the loop must not stand still
-            return failed(400, cause.what());
-        } catch (const std::exception& cause) {
-            paused_ = before;
-            return failed(500, cause.what());
-        }
     }
 
     /// Reads committed memory through snapshots, so that it may run beside an update. Keeps no
@@ -359,44 +309,27 @@ private:
                 const auto until = deadline::after(options_.checker_budget);
                 const auto sums = detail::checksums_of(*engine_, until, request.stop);
                 return asked.action == wire::checker_action::checksum
-                           ? checksums_body(sums)
-                           : comparison_body(detail::mismatches_of(sums, asked.baseline));
+                           ? detail::checksums_body(sums)
+                           : detail::comparison_body(detail::mismatches_of(sums, asked.baseline));
             });
         } else {
             return refuse(501, "unsupported: this worker's sink gives no snapshots to read");
         }
     }
-    [[nodiscard]] static std::string checksums_body(const detail::weight_checksums& sums) {
-        std::string body;
-        wire::json_writer out{body};
-        out.begin_object().key("checksums").begin_object();
-        for (const auto& [key, sum] : sums) {
-            out.key(key).string(sum);
-        }
-        out.end_object().end_object();
-        return body;
-    }
-    [[nodiscard]] static std::string comparison_body(const std::vector<std::string>& mismatches) {
-        std::string body;
-        wire::json_writer out{body};
-        out.begin_object().key("match").boolean(mismatches.empty());
-        out.key("mismatches").begin_array();
-        for (const auto& key : mismatches) {
-            out.string(key);
-        }
-        out.end_array().end_object();
-        return body;
-    }
 
     // Shared by the handlers.
 
+    /// JSON, or an empty body.
     [[nodiscard]] static http_response ok(std::string body) { return {.body = std::move(body)}; }
+    /// vLLM's error envelope.
     [[nodiscard]] static http_response refuse(int status, std::string_view message) {
         return wire::error_response(wire::make_http_error(status, message));
     }
+    /// The reply of vLLM's own routes to a call that has worked; its clients print the text.
     [[nodiscard]] static std::string said(std::string_view text) {
         return "{\"message\":\"" + std::string{text} + "\"}";
     }
+    /// How the engine learns that nobody waits any more.
     [[nodiscard]] static worker_call call_of(const http_request& request) noexcept {
         return {
             .stop = request.stop, .client_waits = request.client_waits, .context = request.context};
@@ -451,11 +384,9 @@ private:
         return cache_.parse(body);
     }
 
-    Engine* engine_;  // outlives the service, and is shared with the inference loop
-    worker_service_options options_;
-    [[no_unique_address]] Hooks hooks_;
-    std::atomic<bool> paused_{false};
-    std::mutex pause_mutex_;  // held while a hook runs
+    Engine* engine_;                  // outlives the service, and is shared with the inference loop
+    worker_service_options options_;  // sizes are what /version offers
+    detail::pause_switch<Hooks> pause_;
     detail::request_counters counters_{route_count + 1};
     std::mutex cache_mutex_;  // held while parsing: of two equal bodies at once one is parsed
     wire::vllm_update_cache cache_;

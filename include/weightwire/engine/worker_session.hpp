@@ -19,6 +19,7 @@
 #include <weightwire/concepts/weight_sink.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/core/manifest.hpp>
 #include <weightwire/engine/call_gate.hpp>
 #include <weightwire/engine/session.hpp>
 #include <weightwire/engine/worker_ranks.hpp>
@@ -32,15 +33,17 @@
 
 namespace weightwire::detail {
 
-/// Runs sessions on the ranks of a worker. Whoever calls holds the gate, except where a member says
-/// otherwise. Every member that throws has rolled the session back on all ranks before.
+/// Runs sessions on the ranks of a worker: the only place where an event of the machine and its
+/// effect on sinks meet, so that neither can happen without the other. Whoever calls holds the
+/// gate, except where a member says otherwise. Every member that throws has rolled the session back
+/// on all ranks before.
 template <class Tag, class Sink, class Events>
 class worker_session {
     using turn = call_gate::entry;
 
 public:
     worker_session(const std::vector<Sink*>& sinks, worker_options<Events> options)
-        : options_{std::move(options)}, ranks_{sinks} {
+        : options_{std::move(options)}, ranks_{sinks, options_.devices} {
         // Sinks may hold weights before the first trainer comes; its versions go on from theirs.
         const weight_version loaded = ranks_.sink(0).version();
         session_ = session{loaded, ranks_.any_dirty(), random_epoch()};
@@ -69,7 +72,8 @@ public:
         return {.phase = where, .backend = std::string{backend_traits<Tag>::wire_name}};
     }
 
-    /// The open session may stay until `until` without a further call. Returns its end.
+    /// The open session may stay until `until` without a further call. Returns its end. Only ever
+    /// later than before: a call with a short budget says nothing about the one after it.
     deadline::clock::time_point keep_session(deadline::clock::time_point until) {
         const auto idle = options_.session_time_to_live;
         auto ends = until;
@@ -100,7 +104,8 @@ public:
         }
     }
 
-    /// One event of the machine, throwing its fault.
+    /// One event of the machine, throwing its fault. What the caller has done to the sinks by then
+    /// it undoes itself: the machine does nothing.
     template <class Event>
     void step(phase where, Event event) {
         on_session(event).require(at(where));
@@ -118,7 +123,8 @@ public:
         if (began.action == session_action::rollback) {
             close_session(&worker_status::rolled_back);
         }
-        // Before the new ones are opened: two trainers' memory may not fit beside each other.
+        // Before new ones are opened here: two trainers' memory may not fit beside each other.
+        // Those that do fit have been opened before anything ended, and `open` only adopts them.
         ranks_.release();
         board_.change([&](worker_status& s) { s.epoch = session_.epoch(); });
         tell({.kind = event_kind::phase_begun, .phase = phase::init});
@@ -146,7 +152,8 @@ public:
         } catch (...) {
             give_up(phase::start, &session::start_failed);
         }
-        // Published after `start_done`: until then a question sees no session, so it ends none.
+        // Published after `start_done`: until then a question sees no session, so it ends none. The
+        // end comes later still, from `keep_session`, once the caller knows the trainer's patience.
         const bool dirty = ranks_.any_dirty();
         board_.change([&](worker_status& s) {
             s.session = session_.info().session;
@@ -174,7 +181,9 @@ public:
             reply = ranks_.receive(message, named, until, mine);
             step(phase::update, [](session& s) { return s.update_done(); });
         } catch (...) {
-            ranks_.release();  // first: it may still refer to the destinations
+            // First: a receiver may still refer to the destinations. And a transport whose peer was
+            // left in the middle of a part cannot be used for the next.
+            ranks_.release();
             give_up(phase::update, &session::update_failed);
         }
         const std::chrono::nanoseconds took{reply.ended_ns - reply.began_ns};
@@ -190,20 +199,22 @@ public:
     }
 
     /// The end of a finish call that `finish_begin` let in.
+    /// @param not_after nobody counts on a commit from then on; at most `until`.
     /// @param last_check what stands between prepared ranks and the commit; is given how long the
-    /// commit will take.
+    /// commit will take. Asked once more where ranks have exchanged, which takes its time.
     template <class LastCheck>
     void commit(weight_version version, const std::optional<std::string>& label,
-                std::span<const std::uint64_t> digests, deadline until, turn& mine,
-                LastCheck last_check) {
+                std::span<const std::uint64_t> digests, deadline until, deadline not_after,
+                turn& mine, LastCheck last_check) {
         try {
             ranks_.complete(digests, until, mine);
-            last_check(ranks_.commit_estimate());
+            exchange(not_after, mine, last_check);
             step(phase::finish, [](session& s) { return s.commit_begin(); });
         } catch (...) {
             give_up(phase::finish, &session::finish_failed);
         }
-        // From here nothing throws and no take-over gets in: the ranks cannot come apart.
+        // From here nothing throws and no take-over gets in: the ranks cannot come apart. Status
+        // follows the sinks, so that who reads the new version in it finds the new weights.
         ranks_.commit(version);
         const bool dirty = ranks_.any_dirty();
         on_session([&](session& s) {
@@ -221,7 +232,37 @@ public:
         tell({.kind = event_kind::committed, .phase = phase::finish, .version = version});
     }
 
-    /// Rolls back every rank and counts why.
+    /// Zeros for every one of `parameters`, as a commit of the version there is, outside of any
+    /// session. The machine does not see it: there is no trainer whose calls it could let in.
+    /// @param after the list that the next sessions have, so that the trainer may go on; or null.
+    /// @param last_check as for `commit`.
+    template <class LastCheck>
+    void commit_zeros(const manifest& parameters, const manifest* after, deadline until, turn& mine,
+                      LastCheck last_check) {
+        const auto version = board_.look([](const worker_status& s) { return s.version; });
+        const auto end = [&] {
+            ranks_.roll_back();  // nothing, after a commit
+            if (after != nullptr) {
+                ranks_.expect(*after);
+            }
+            publish_sinks();
+        };
+        ranks_.expect(parameters);
+        try {
+            ranks_.begin({.epoch = session_.epoch(), .version = version}, until, mine);
+            ranks_.zero(until, mine);
+            ranks_.complete({}, until, mine);
+            exchange(until, mine, last_check);
+            ranks_.commit(version);
+        } catch (...) {
+            end();
+            throw;
+        }
+        end();
+    }
+
+    /// Rolls back every rank and counts why. The session goes from the status last: who sees none
+    /// may read the old weights.
     void close_session(std::uint64_t worker_status::*count) {
         ranks_.roll_back();
         publish_sinks();
@@ -230,7 +271,8 @@ public:
             ++(s.*count);
         });
     }
-    /// Reads what the sinks say, in the session's thread, and publishes it.
+    /// Reads what the sinks say, in the session's thread, and publishes it: a user's `dirty()` need
+    /// not be thread-safe, and questions must not wait for a rank that works.
     void publish_sinks() {
         const bool dirty = ranks_.any_dirty();
         on_session([&](session& s) {
@@ -248,20 +290,32 @@ private:
         return ((std::uint64_t{source()} << 16U) ^ source()) % (std::uint64_t{1} << 48U) + 1;
     }
 
+    /// From prepared ranks to ranks that have only to publish.
+    template <class LastCheck>
+    void exchange(deadline not_after, turn& mine, LastCheck& last_check) {
+        last_check(ranks_.commit_estimate());
+        if constexpr (HasExchange<Sink>) {
+            ranks_.exchange(not_after, mine);
+            last_check(ranks_.commit_estimate());
+        }
+    }
+
     void tell(const event& what) noexcept {
         if constexpr (!std::is_same_v<Events, no_events>) {
             options_.events.on(what);
         }
     }
 
-    /// The machine's lock: an init marks the running call from its own thread.
+    /// The machine's lock: an init marks the running call from its own thread. Held for an event,
+    /// never for a call, so that marking is immediate.
     template <class Event>
     auto on_session(Event event) {
         const std::lock_guard lock{session_mutex_};
         return event(session_);
     }
 
-    /// Called in a catch block: ends the session, if there is one, and throws on.
+    /// Called in a catch block: ends the session, if there is one, and throws on. vLLM keeps a
+    /// session whose finish failed, which nobody can ever end; here every failure ends it.
     [[noreturn]] void give_up(phase where, session_step (session::*failed)() noexcept) {
         bool taken_over = false;
         const auto ended = on_session([&](session& s) {

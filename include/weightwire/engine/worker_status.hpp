@@ -7,6 +7,7 @@
 #include <stop_token>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <weightwire/concepts/event_sink.hpp>
 #include <weightwire/concepts/weight_sink.hpp>
@@ -44,6 +45,9 @@ struct worker_options {
     /// How long an open session may lie idle after its last call before it is rolled back. 0: until
     /// the latest deadline that its calls had.
     std::chrono::milliseconds session_time_to_live{0};
+    /// CUDA device of each rank's receiver. Empty: that of its sink where the sink has `device()`,
+    /// else the local rank where there are several, else 0.
+    std::vector<int> devices{};
     [[no_unique_address]] Events events{};
 };
 

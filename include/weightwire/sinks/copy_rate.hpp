@@ -12,6 +12,20 @@
 
 namespace weightwire::detail {
 
+/// A copy or exchange that was measured.
+struct timed_copy {
+    std::uint64_t bytes = 0;  ///< 0 where it tells nothing
+    std::chrono::nanoseconds took{0};
+};
+
+/// Runs `copy`, which returns how many bytes it copied.
+template <class Copy>
+[[nodiscard]] timed_copy timed(Copy&& copy) {
+    const auto began = std::chrono::steady_clock::now();
+    const std::uint64_t bytes = copy();
+    return {bytes, std::chrono::steady_clock::now() - began};
+}
+
 /// The rate of copies. The estimate is the median of the last three and a quarter more: one copy
 /// during which the machine slept or was stopped says nothing about the next. Not thread-safe;
 /// allocates nothing.
@@ -19,18 +33,18 @@ class copy_rate {
     using nanoseconds = std::chrono::nanoseconds;
 
 public:
-    /// Measures a copy before the first commit. `copy` returns how many bytes it copied.
-    template <class Copy>
-    void tried(Copy copy) noexcept {
-        if (const auto cost = measure(copy); cost != 0) {
+    /// Takes a trial before the first commit, which took as long as a commit of its bytes will.
+    void tried(const timed_copy& trial) noexcept {
+        if (const auto cost = cost_of(trial); cost != 0) {
             tried_ = cost;
             recent_.fill(cost);
         }
     }
-    /// Measures the copy of a commit.
+    /// Measures the copy or exchange of a commit; 0 bytes where it was given up, which tells
+    /// nothing, as does one that throws.
     template <class Copy>
-    void took(Copy copy) noexcept {
-        if (const auto cost = measure(copy); cost != 0) {
+    void took(Copy copy) {
+        if (const auto cost = cost_of(timed(copy)); cost != 0) {
             push(cost);
         }
     }
@@ -50,13 +64,11 @@ public:
 private:
     /// Nanoseconds a byte. 0 where there were too few bytes to tell: the reading of the clock would
     /// be most of it.
-    template <class Copy>
-    [[nodiscard]] static double measure(Copy& copy) noexcept {
+    [[nodiscard]] static double cost_of(const timed_copy& copy) noexcept {
         constexpr std::uint64_t telling = std::uint64_t{64} << 10U;
-        const auto began = std::chrono::steady_clock::now();
-        const std::uint64_t bytes = copy();
-        const nanoseconds took = std::chrono::steady_clock::now() - began;
-        return bytes < telling ? 0 : static_cast<double>(took.count()) / static_cast<double>(bytes);
+        return copy.bytes < telling
+                   ? 0
+                   : static_cast<double>(copy.took.count()) / static_cast<double>(copy.bytes);
     }
     void push(double cost) noexcept {
         recent_[next_] = cost;

@@ -92,6 +92,23 @@ public:
         }
     }
 
+    /// Throws when a load of version 0 has left out a parameter: one of tied names suffices.
+    /// @param loaded for each name, whether it came.
+    /// @throws coverage_error names the first.
+    void require_all(const std::vector<std::uint8_t>& loaded) const {
+        std::vector<std::uint8_t> covered(loaded.size(), 0);
+        for (std::size_t i = 0; i < loaded.size(); ++i) {
+            covered[owner_[i]] |= loaded[i];
+        }
+        for (std::size_t i = 0; i < loaded.size(); ++i) {
+            if (covered[owner_[i]] == 0) {
+                throw coverage_error{"expected all " + std::to_string(loaded.size()) +
+                                         " parameters, this one did not come",
+                                     {.phase = phase::init, .tensor = parameters_[i].name}};
+            }
+        }
+    }
+
     /// Throws what a name that the sink does not have gives.
     [[noreturn]] void throw_unknown(std::string_view name, phase where) const {
         throw coverage_error{"expected one of the " + std::to_string(size()) +

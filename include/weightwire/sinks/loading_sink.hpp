@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -53,6 +54,11 @@ concept HasLoadPrepare = requires(M& model, deadline until) { model.prepare(unti
 template <class M>
 concept HasStoppableLoadPrepare =
     requires(M& model, deadline until, const std::stop_token& stop) { model.prepare(until, stop); };
+
+/// Optional: `exchange(deadline, stop)` of a model that stages, as `HasExchange`: the part of its
+/// commit that takes time, done so that it can be undone.
+template <class M>
+concept HasLoadExchange = HasLoadTransaction<M> && HasExchange<M>;
 
 /// Optional: `parameters()`, the model's list, against which a session's manifest is checked.
 template <class M>
@@ -124,6 +130,14 @@ public:
                                           : "the model loads in place and is dirty until whole");
     }
 
+    /// The model's list, where it has one, aliases included: workers compare a trainer's with it as
+    /// early as its init.
+    [[nodiscard]] const manifest& parameters() const noexcept
+        requires HasParameterList<Model>
+    {
+        return catalog_->parameters();
+    }
+
     /// @returns destinations without an address: `open_destination` gives it.
     /// @throws coverage_error the manifest does not fit the model's list.
     /// @throws resource_error a layer does not fit the buffer; says the size that is needed.
@@ -145,6 +159,24 @@ public:
     /// @throws session_error no session is open.
     /// @throws coverage_error a parameter was not placed; names it.
     void prepare(deadline until, const std::stop_token& stop = {});
+    /// The model's own, where it has one.
+    /// @throws session_error no session is prepared.
+    /// @throws what the model throws, which has put everything back then.
+    void exchange(deadline until, const std::stop_token& stop = {})
+        requires HasLoadExchange<Model>
+    {
+        if (!prepared_) {
+            throw session_error{"exchange without a prepared session; call prepare first",
+                                {.phase = phase::finish}};
+        }
+        model_->exchange(until, stop);
+    }
+    /// The model's own guess, where it has one: only it knows what its commit does.
+    [[nodiscard]] std::chrono::nanoseconds commit_estimate() const
+        requires HasCommitEstimate<Model>
+    {
+        return std::as_const(*model_).commit_estimate();
+    }
     /// Without a `prepare` that returned it does nothing.
     void commit(weight_version version) noexcept;
     void rollback() noexcept;

@@ -1,6 +1,7 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
 #include <array>
 #include <condition_variable>
 #include <cstddef>
@@ -19,12 +20,16 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/sinks/declared_parameters.hpp>
-#include <weightwire/sinks/tensor_copy.hpp>
+#include <weightwire/sinks/placed_parameters.hpp>
+#include <weightwire/sinks/table_memory.hpp>
 
 /// @file
 /// Counted snapshots of a parameter table, and the door that readers pass.
 
 namespace weightwire {
+
+template <TableMemory Memory>
+class basic_parameter_table;
 
 namespace detail {
 
@@ -52,8 +57,6 @@ class table_core {
     using waker = std::stop_callback<wake_all>;
 
 public:
-    using slots = std::array<mutable_tensor_view, 2>;
-
     table_core(const declared_parameters& parameters, std::size_t count)
         : parameters_{&parameters}, entries(count) {
         for (auto& each : generations_) {
@@ -192,35 +195,6 @@ public:
         changed_.notify_all();
     }
 
-    // Storage. Whoever calls knows that nobody reads what is written.
-
-    using placements = std::span<const declared_parameters::placement>;
-
-    /// Copies those of `which` that a session writes from one storage to the other.
-    /// @param enough stops after the tensor with which this many bytes are copied.
-    /// @returns bytes copied.
-    std::uint64_t copy_placed(placements which, std::size_t from, std::size_t to,
-                              std::uint64_t enough = UINT64_MAX) noexcept {
-        std::uint64_t bytes = 0;
-        for (const auto& each : which) {
-            if (each.kind == destination::kind_type::place && bytes < enough) {
-                const auto& storage = entries[each.parameter];
-                copy_tensor(storage[to], storage[from]);
-                bytes += storage[to].byte_size();
-            }
-        }
-        return bytes;
-    }
-    /// Bytes that `copy_placed` copies.
-    [[nodiscard]] std::uint64_t bytes_of(placements which) const noexcept {
-        std::uint64_t bytes = 0;
-        for (const auto& each : which) {
-            const bool placed = each.kind == destination::kind_type::place;
-            bytes += placed ? entries[each.parameter][0].byte_size() : 0;
-        }
-        return bytes;
-    }
-
 private:
     /// @param locked holds the mutex; a `waker` of `stop` was made before it, since one takes the
     /// mutex in turn and is waited for when it goes.
@@ -245,9 +219,9 @@ private:
     const declared_parameters* parameters_;
 
 public:
-    /// Storage of each parameter. Slot 0 is where it was made; slot 1 its second storage or
-    /// staging. Written by the session's thread only where no generation that is read points.
-    std::vector<slots> entries;
+    /// Storages of each parameter. Their bytes are written by the session's thread, only where no
+    /// generation that is read points.
+    std::vector<parameter_slots> entries;
 
 private:
     std::array<table_generation, 2> generations_{};
@@ -262,8 +236,9 @@ private:
 }  // namespace detail
 
 /// Committed weights of one version, held for reading: no byte of them changes while this object
-/// lives. Move-only. Must not outlive its table, and should not outlive a round: a held snapshot
-/// keeps its storage from the session after the next commit (`flip`) or from the next commit
+/// lives. Move-only. A reader on a device keeps it until its work there is done. Must not outlive
+/// its table, and should not outlive a round: a held snapshot keeps its storage from the session
+/// after the next commit (`flip`) or from the next commit
 /// (`copy_in`, `in_place`).
 class snapshot {
 public:
@@ -297,7 +272,8 @@ public:
     }
 
 private:
-    friend class parameter_table;
+    template <TableMemory Memory>
+    friend class basic_parameter_table;
     snapshot(detail::table_core& core, std::size_t generation) noexcept
         : core_{&core}, generation_{generation} {}
 

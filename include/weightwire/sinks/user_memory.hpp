@@ -82,19 +82,38 @@ void for_each_clash(std::vector<owned_run>& runs, Clash&& clash) {
     return {tensor.data() + low * item, tensor.data() + high * item, owner};
 }
 
+/// Whoever moves the memory of a device keeps a table with an entry a run: for a matrix that is
+/// transposed element by element it would be larger than the matrix.
+inline void require_few_runs(const user_parameter& parameter) {
+    constexpr std::size_t most = std::size_t{1} << 20U;
+    const auto& where = parameter.where;
+    const auto run = static_cast<std::size_t>(fold_runs(where.extents(), where.strides()).run);
+    const auto item = item_bits(where.type()) / 8;
+    if (!where.is_contiguous() && where.byte_size() / (run * item) > most) {
+        throw unsupported_error{
+            "it lies in more than 2^20 runs of device memory; keep its innermost dimension "
+            "contiguous",
+            {.tensor = parameter.name, .operation = "table over user memory"}};
+    }
+}
+
 }  // namespace detail
 
 /// Checks memory that a sink is to write to.
+/// @param home where all of it must be.
 /// @throws usage_error null memory, a strided tensor of 6-bit items, or a byte that two parameters
 /// or one parameter twice would write; names the tensor.
-/// @throws unsupported_error memory of a device.
-inline void require_distinct_memory(std::span<const user_parameter> memory) {
+/// @throws unsupported_error memory elsewhere, or a tensor of a device in more than 2^20 runs.
+inline void require_distinct_memory(std::span<const user_parameter> memory, device home = {}) {
     std::vector<detail::owned_run> hulls;
     std::vector<std::uint8_t> suspect(memory.size(), 0);
     for (std::size_t i = 0; i < memory.size(); ++i) {
         const auto& [name, where] = memory[i];
-        if (where.device().kind != memory_kind::host) {
-            throw unsupported_error{"a parameter table holds host memory only",
+        if (where.device() != home) {
+            throw unsupported_error{home.kind == memory_kind::host
+                                        ? std::string{"a parameter table holds host memory only"}
+                                        : "this table holds memory of CUDA device " +
+                                              std::to_string(home.index) + " only",
                                     {.tensor = name, .operation = "table over user memory"}};
         }
         if (where.byte_size() == 0) {
@@ -105,6 +124,9 @@ inline void require_distinct_memory(std::span<const user_parameter> memory) {
         }
         if (!where.is_contiguous() && item_bits(where.type()) % 8 != 0) {
             detail::refuse_memory("items of 6 bits cannot be strided", name);
+        }
+        if (home.kind != memory_kind::host) {
+            detail::require_few_runs(memory[i]);
         }
         // A tensor with strides may write one of its own bytes twice.
         suspect[i] = where.is_contiguous() ? 0 : 1;

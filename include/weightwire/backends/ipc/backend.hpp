@@ -18,8 +18,11 @@ namespace weightwire {
 template <>
 struct backend_traits<ipc::backend> {
     static constexpr std::string_view wire_name = "ipc";
-    static constexpr transport_capabilities capabilities{
-        .host_memory = true, .one_sided = false, .drops_peers = true, .speaks_vllm = false};
+    static constexpr transport_capabilities capabilities{.host_memory = true,
+                                                         .one_sided = false,
+                                                         .drops_peers = true,
+                                                         .speaks_vllm = false,
+                                                         .opens_beside = true};
     using init_info = ipc::trainer_init_info;
     using sender = ipc::sender;
     using receiver = ipc::receiver;

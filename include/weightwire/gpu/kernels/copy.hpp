@@ -67,10 +67,12 @@ public:
     /// @param group index of the group, in the order they were added.
     /// @param source_base, destination_base added to the addresses of the plan; multiples of 16.
     /// Null for a side whose addresses are absolute.
+    /// @param most_blocks of the launch; 0: as many as are fastest alone. A copy that runs beside
+    /// another kernel leaves it multiprocessors and memory that way.
     /// @throws usage_error no such group, or a base that is not aligned.
     /// @throws resource_error the launch was refused.
     void launch(std::size_t group, const std::byte* source_base, std::byte* destination_base,
-                stream_ref on) const {
+                stream_ref on, unsigned int most_blocks = 0) const {
         const auto from = reinterpret_cast<std::uint64_t>(source_base);
         const auto to = reinterpret_cast<std::uint64_t>(destination_base);
         if (group >= ends_.size()) {
@@ -89,10 +91,11 @@ public:
         const auto* items = reinterpret_cast<const copy_item*>(tables_.data());
         const auto* tiles =
             reinterpret_cast<const copy_tile*>(tables_.data() + items_bytes_) + begin;
+        const std::uint32_t most = most_blocks != 0 ? std::min(count, most_blocks) : count;
         const launch_shape shape =
             form_ == copy_form::bulk
-                ? launch_shape{std::min(count, blocks_), bulk_threads, bulk_shared_bytes}
-                : launch_shape{count, plain_threads, 0};
+                ? launch_shape{std::min(most, blocks_), bulk_threads, bulk_shared_bytes}
+                : launch_shape{most, plain_threads, 0};
         kernel_.launch(on, shape, items, tiles, count, from, to);
     }
 

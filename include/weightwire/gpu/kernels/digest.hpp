@@ -71,6 +71,11 @@ public:
     /// @throws resource_error work in the stream failed.
     [[nodiscard]] std::vector<std::uint64_t> run(stream_ref on) const {
         launch(on);
+        return fetch(on);
+    }
+    /// Brings the digests of the last launch to the host, once `on` is there.
+    /// @throws resource_error work in the stream failed.
+    [[nodiscard]] std::vector<std::uint64_t> fetch(stream_ref on) const {
         std::vector<std::uint64_t> digests(count_);
         if (count_ != 0) {
             check(cudaMemcpyAsync(digests.data(), results(), count_ * sizeof(std::uint64_t),

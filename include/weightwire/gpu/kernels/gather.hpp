@@ -35,8 +35,10 @@ public:
 
     /// Puts the gather of one chunk into `on` and returns.
     /// @param buffer device memory as large as the chunk's last place ends, aligned to 16 bytes.
-    void launch(std::size_t chunk, std::byte* buffer, stream_ref on) const {
-        plan_.launch(chunk, nullptr, buffer, on);
+    /// @param most_blocks as in `copy_plan::launch`.
+    void launch(std::size_t chunk, std::byte* buffer, stream_ref on,
+                unsigned int most_blocks = 0) const {
+        plan_.launch(chunk, nullptr, buffer, on, most_blocks);
     }
 
     /// Sizes, memory and form.

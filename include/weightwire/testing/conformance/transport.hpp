@@ -124,10 +124,13 @@ private:
             if (init.vllm.empty()) {
                 return false;
             }
-        }
-        for (const auto& part : halves.sender().parts()) {
-            if (part.vllm_body.empty()) {
-                return false;
+            for (const auto& form : init.vllm) {
+                for (const auto& part : halves.sender().parts()) {
+                    if (form.update_body >= part.vllm_bodies.size() ||
+                        part.vllm_bodies[form.update_body].empty()) {
+                        return false;
+                    }
+                }
             }
         }
         return true;

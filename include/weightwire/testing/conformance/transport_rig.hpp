@@ -283,10 +283,11 @@ public:
     /// Opens one receiver, on this thread.
     void open_worker(worker& one, deadline until, std::stop_token stop = {}) {
         const auto& init = inits_[one.peer];
-        one.receiver.open({.wire_parameters = vllm_ ? init.vllm.front() : wire_parameters_,
-                           .transport = vllm_ ? std::string_view{} : init.native,
-                           .parameters = vllm_ ? nullptr : &parameters_},
-                          until, std::move(stop));
+        one.receiver.open(
+            {.wire_parameters = vllm_ ? init.vllm.front().init_info : wire_parameters_,
+             .transport = vllm_ ? std::string_view{} : init.native,
+             .parameters = vllm_ ? nullptr : &parameters_},
+            until, std::move(stop));
     }
 
     /// Opens the workers that `picked` picks, and the sender beside them when `with_sender`.
@@ -339,7 +340,8 @@ public:
         std::optional<wire::vllm_update_request> request;
         update_message message{.round = round, .part = part, .native = true};
         if (vllm_) {
-            request = wire::parse_vllm_update(share.vllm_body);
+            request = wire::parse_vllm_update(
+                share.vllm_bodies.at(inits_.front().vllm.front().update_body));
             message = {.extras = request->entries.front().extras};
         }
         update_target target{one.landing, parameters_, share.first, share.count};

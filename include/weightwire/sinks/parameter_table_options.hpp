@@ -1,0 +1,40 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <weightwire/concepts/weight_sink.hpp>
+
+/// @file
+/// What a `parameter_table` is asked for when it is made.
+
+namespace weightwire {
+
+/// When a table's staging is mapped and touched.
+enum class staging_time : std::uint8_t {
+    at_construction,  ///< all of it: the peak is known, and no round pays for fresh pages
+    on_first_use,     ///< a parameter's in the first session that updates it, inside `begin`
+};
+
+/// How a `parameter_table` works.
+struct parameter_table_options {
+    /// Unset: two copies if the budget allows them (`flip`, or `copy_in` over the user's memory),
+    /// else `in_place`.
+    std::optional<commit_mode> mode{};
+    /// Bytes that the live weights and their staging may take together, wherever they are.
+    std::optional<std::uint64_t> memory_budget{};
+    /// Parameters that updates leave alone. They need not be in a session's manifest.
+    std::vector<std::string> frozen{};
+    /// {alias, owner}: two names of one storage. Either may be in a session's manifest, or both.
+    std::vector<std::pair<std::string, std::string>> aliases{};
+    staging_time staging = staging_time::at_construction;
+    /// How long `acquire()` without a deadline waits at most.
+    std::chrono::milliseconds acquire_wait = std::chrono::seconds{10};
+};
+
+}  // namespace weightwire
