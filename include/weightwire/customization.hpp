@@ -13,6 +13,8 @@
 ///   tensors stay valid. Default: `until_next`.
 /// - `S::groups()`, `S::weights(group)`, `S::held_names()` (concepts/weight_source.hpp): gather
 ///   groups, and what a rank holds. Default: cut by position; everything.
+/// - `S::read(tensor, offset, to)` (concepts/weight_source.hpp): how a tensor's bytes are copied.
+///   Default: from its address.
 /// - `Sink::open_destination`, `Sink::placed` (concepts/weight_sink.hpp): destinations that exist
 ///   only around their writes.
 /// - `Sink::begin`, `Sink::prepare` with a stop token (concepts/weight_sink.hpp): a take-over ends
@@ -20,6 +22,11 @@
 /// - `Sink::commit_estimate()` (concepts/weight_sink.hpp): a commit that would come too late is not
 ///   begun. Default: no time.
 /// - `Sink::acquire()` (concepts/weight_sink.hpp): snapshots, which `/weight_checker` needs.
+/// - `Sink::device()` (concepts/weight_sink.hpp): the device of a rank's receiver. Default: the
+/// local
+///   rank where a worker has several, else 0; `worker_options::devices` says it for every sink.
+/// - `Sink::tensor_digests`, `Sink::clear_tensor` (concepts/weight_sink.hpp): digests and zeros of
+///   tensors that the processor cannot reach. Default: host memory only.
 /// - `Sink::parameters()` (engine/worker_engine.hpp): what the sink expects, which updates in
 /// vLLM's
 ///   form need.

@@ -274,8 +274,13 @@ TEST_CASE("trainer and worker must list the same parameters") {
     local_worker worker{4, 100};
     SUBCASE("another shape") {
         small_weights weights{4, 101};
-        auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
-        CHECK_THROWS_AS(engine.send_weights(), coverage_error);
+        try {
+            (void)trainer_init(loopback_init_info{}, worker.client, weights);
+            FAIL("a parameter had another shape");
+        } catch (const coverage_error& caught) {
+            CHECK(caught.context().tensor == weights.metadata()[0].name);
+            CHECK(caught.context().phase == phase::init);
+        }
     }
     SUBCASE("one missing") {
         small_weights weights{3, 100};
@@ -289,8 +294,8 @@ TEST_CASE("trainer and worker must list the same parameters") {
     }
     SUBCASE("one too many") {
         small_weights weights{5, 100};
-        auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
-        CHECK_THROWS_AS(engine.send_weights(), coverage_error);
+        CHECK_THROWS_AS((void)trainer_init(loopback_init_info{}, worker.client, weights),
+                        coverage_error);
     }
     CHECK(worker.table.version() == 0);
 }

@@ -168,6 +168,40 @@ TEST_CASE("the observer hears of the others while one peer is silent, each peer 
     CHECK(heard.names_right);
 }
 
+TEST_CASE("a peer that wants another body is sent it while the others are still waited for") {
+    fan_out client{{{"silent", 1, true}, {"a", 2}}};
+    struct state_type {
+        std::atomic<int> asked{0};
+        std::stop_source second_body_came;
+    } state;
+    // Peer 2 is given a second body after its first answer, and no third; the silent peer's call
+    // ends by the stop that the answer to it brings, not by the deadline.
+    const weightwire::body_retry again{
+        [](void* context, std::size_t peer, const peer_reply& reply) noexcept -> std::string_view {
+            auto& self = *static_cast<state_type*>(context);
+            if (peer == 2 && reply.answer.body.ends_with("first")) {
+                ++self.asked;
+                return "second";
+            }
+            return {};
+        },
+        &state};
+    const weightwire::reply_observer observer{
+        [](void* context, std::size_t peer, const peer_reply& reply) noexcept {
+            if (peer == 2 && reply.answer.body.ends_with("second")) {
+                static_cast<state_type*>(context)->second_body_came.request_stop();
+            }
+        },
+        &state};
+    const std::string_view one[] = {"first"};
+    const auto replies = client.update({.bodies = one, .observer = observer, .again = again},
+                                       deadline::after(20s), state.second_body_came.get_token());
+    CHECK(state.asked == 1);
+    CHECK(bodies_of(replies) ==
+          std::vector<std::string>{"", "POST/update_weightsfirst", "POST/update_weightssecond"});
+    CHECK(replies[0].answer.fault == reply_fault::cancelled);
+}
+
 TEST_CASE("silent peers are waited for at the same time") {
     std::atomic<int> inside{0};
     std::atomic<int> most{0};

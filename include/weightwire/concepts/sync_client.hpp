@@ -50,6 +50,21 @@ struct reply_observer {
     }
 };
 
+/// Asked when a peer has answered, after the observer: another body to send to it within the same
+/// call, or an empty view. What it gives lives until the peer has answered that too.
+///
+/// `init_weight_transfer_engine` needs it: servers of several releases may stand in one group, one
+/// refuses a field that it does not know, and the others do not answer before it has joined.
+struct body_retry {
+    std::string_view (*call)(void* context, std::size_t peer,
+                             const peer_reply& reply) noexcept = nullptr;
+    void* context = nullptr;
+    [[nodiscard]] std::string_view operator()(std::size_t peer,
+                                              const peer_reply& reply) const noexcept {
+        return call == nullptr ? std::string_view{} : call(context, peer, reply);
+    }
+};
+
 /// What one control call carries. Views: they live until the call returns.
 struct control_message {
     /// One body for all peers, or one a peer.
@@ -59,6 +74,10 @@ struct control_message {
     /// `left_out`.
     std::span<const unsigned char> only{};
     reply_observer observer{};
+    /// A client of one peer may leave it unasked, and the engine calls again. A client of several
+    /// peers asks it as soon as one has answered (possibly from several threads, each about its own
+    /// peers); the observer is told of every answer.
+    body_retry again{};
 
     [[nodiscard]] std::string_view body_for(std::size_t peer) const noexcept {
         return bodies.empty() ? std::string_view{} : bodies[bodies.size() == 1 ? 0 : peer];

@@ -56,6 +56,10 @@ struct transport_capabilities {
     bool drops_peers =
         false;  ///< `sender.drop_peer(i)`: one peer's failure need not stop the others
     bool speaks_vllm = false;  ///< can be spoken to a vLLM server; else only to our own worker
+    /// `receiver.open` neither waits for its trainer nor takes memory worth the name, and changes
+    /// nothing that another receiver of the same rank can see: the worker then opens a new
+    /// trainer's receivers before it lets go of the old one's, who loses nothing if that fails.
+    bool opens_beside = false;
 };
 
 /// One server that the trainer sends to.
@@ -64,6 +68,9 @@ struct peer_info {
     int world_size = 1;   ///< worker ranks behind it
     int rank_offset = 1;  ///< global rank of its first worker; the trainer's sender is rank 0
     bool native = false;  ///< understands the native wire
+    /// Whether it has the start and finish calls. False: vLLM 0.16 to 0.20, where each update call
+    /// is a session of its own, so a round must be one part.
+    bool session_routes = true;
 };
 
 /// What a sender learns before it prepares. Views live as long as the sender.
@@ -76,22 +83,29 @@ struct sender_context {
     std::span<const tensor_view> stable_tensors{};
 };
 
+/// One way to tell a vLLM server of the transfer: its releases differ in the fields that they know.
+struct vllm_form {
+    std::string init_info{};      ///< JSON object
+    std::size_t update_body = 0;  ///< index in `update_part::vllm_bodies` of the body that fits it
+};
+
 /// What one peer must be told at init.
 struct transport_init {
     /// JSON object beside the wire parameters, travels inside the native init message: handles,
     /// addresses.
     std::string native{};
-    /// JSON objects to try as vLLM's `init_info`, newest form first; empty where vLLM is not
-    /// spoken.
-    std::vector<std::string> vllm{};
+    /// Forms to try as vLLM's `init_info`, newest first: the next one when a server refuses a field
+    /// that it does not know. Empty where vLLM is not spoken.
+    std::vector<vllm_form> vllm{};
 };
 
 /// One update call's share of a round: a run of manifest positions.
 struct update_part {
     std::size_t first = 0;
     std::size_t count = 0;
-    /// JSON body of the call towards vLLM, serialized once; empty where vLLM is not spoken.
-    std::string vllm_body{};
+    /// JSON bodies of the call towards vLLM, serialized once for all peers and rounds, for the
+    /// forms of the init call to choose from; empty where vLLM is not spoken.
+    std::vector<std::string> vllm_bodies{};
 };
 
 /// What a receiver learns when it is made.
@@ -99,6 +113,7 @@ struct receiver_context {
     int local_rank = 0;   ///< rank behind this worker server
     int global_rank = 1;  ///< rank in the transfer group; the sender is 0
     int world_size = 2;   ///< size of the transfer group
+    int device = 0;       ///< CUDA device of this rank
 };
 
 /// A JSON value of an update request that only the backend understands.

@@ -33,6 +33,8 @@ namespace weightwire {
 /// from a thread of its own that lives as long as this object, so that a call creates no thread and
 /// allocates its replies only. A dead peer costs its own deadline and nobody else's time: the
 /// observer hears of the others as they answer, from those threads and possibly from two at once.
+/// A peer that refuses a body is sent the next one (`control_message::again`) while others are
+/// still waited for.
 ///
 /// One call at a time per object. Moving is allowed between calls.
 template <class Client>
@@ -91,7 +93,8 @@ private:
         std::string_view method{};
         std::string_view target{};
         control_message message{};
-        reply_observer outer{};  ///< the caller's observer, which counts all peers
+        reply_observer outer{};    ///< the caller's observer, which counts all peers
+        body_retry outer_again{};  ///< so does this
         deadline until = deadline::at({});
         std::stop_token stop{};
         std::vector<peer_reply> replies{};
@@ -118,6 +121,15 @@ private:
                                     mine.outer(mine.first + peer, reply);
                                 },
                                 this};
+            outer_again = whole.again;
+            if (whole.again.call != nullptr) {
+                message.again = {
+                    [](void* self, std::size_t peer, const peer_reply& reply) noexcept {
+                        const auto& mine = *static_cast<slot*>(self);
+                        return mine.outer_again(mine.first + peer, reply);
+                    },
+                    this};
+            }
             until = when;
             stop = token;
             thrown = nullptr;
@@ -125,15 +137,50 @@ private:
 
         void operator()() noexcept {
             try {
-                replies = client.request(method, target, message, until, stop);
-                if (replies.size() != peers) {
-                    throw usage_error{"a client gave " + std::to_string(replies.size()) +
-                                      " replies for its " + std::to_string(peers) +
-                                      " peers; a SyncClient gives one a peer"};
+                replies = ask(message);
+                while (outer_again.call != nullptr && send_again()) {
                 }
             } catch (...) {
                 thrown = std::current_exception();
             }
+        }
+
+        std::vector<peer_reply> ask(const control_message& what) {
+            auto answers = client.request(method, target, what, until, stop);
+            if (answers.size() != peers) {
+                throw usage_error{"a client gave " + std::to_string(answers.size()) +
+                                  " replies for its " + std::to_string(peers) +
+                                  " peers; a SyncClient gives one a peer"};
+            }
+            return answers;
+        }
+
+        /// Sends to the peers that have refused a body and are to be given another one. Returns
+        /// whether there were any.
+        bool send_again() {
+            std::vector<std::string_view> bodies(peers);
+            std::vector<unsigned char> mask(peers);
+            bool any = false;
+            for (std::size_t i = 0; i < peers; ++i) {
+                if (replies[i].answer.fault != reply_fault::left_out) {
+                    bodies[i] = message.again(i, replies[i]);
+                    mask[i] = bodies[i].empty() ? 0 : 1;
+                    any = any || mask[i] != 0;
+                }
+            }
+            if (!any) {
+                return false;
+            }
+            auto next = message;
+            next.bodies = bodies;
+            next.only = mask;
+            auto answers = ask(next);
+            for (std::size_t i = 0; i < peers; ++i) {
+                if (mask[i] != 0) {
+                    replies[i] = std::move(answers[i]);
+                }
+            }
+            return true;
         }
     };
 

@@ -111,6 +111,7 @@ private:
             request.context = this;
             reply = &into;
             observer = message.observer;
+            again = message.again;
             until = call_until;
             caller_stop = stop;
             {
@@ -129,8 +130,25 @@ private:
 
         /// Runs on `thread`.
         void operator()() noexcept {
+            do {
+                ask();
+            } while (has_another_body());
+            {
+                const std::lock_guard lock{owner->mutex_};
+                busy = false;
+            }
+            owner->done_.notify_all();
+        }
+
+        bool has_another_body() noexcept {
+            request.body = again(index, *reply);
+            return !request.body.empty();
+        }
+
+        void ask() noexcept {
             const auto begun = deadline::clock::now();
             auto& answer = reply->answer;
+            answer = {};
             try {
                 auto response = service->handle(request);
                 answer.fault = reply_fault::none;
@@ -147,11 +165,6 @@ private:
                           .elapsed = answer.elapsed};
             }
             observer(index, *reply);
-            {
-                const std::lock_guard lock{owner->mutex_};
-                busy = false;
-            }
-            owner->done_.notify_all();
         }
 
         local_sync_client* owner;
@@ -161,6 +174,7 @@ private:
         http_request request{};
         peer_reply* reply = nullptr;
         reply_observer observer{};
+        body_retry again{};
         deadline until = deadline::at({});
         std::stop_token caller_stop{};
         std::stop_source source{};

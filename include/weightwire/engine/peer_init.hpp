@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <random>
@@ -15,6 +16,7 @@
 
 #include <weightwire/concepts/sync_client.hpp>
 #include <weightwire/concepts/transport.hpp>
+#include <weightwire/detail/side_thread.hpp>
 #include <weightwire/engine/peer_table.hpp>
 #include <weightwire/engine/trainer_options.hpp>
 #include <weightwire/wire/native.hpp>
@@ -22,7 +24,8 @@
 #include <weightwire/wire/reply_failure.hpp>
 
 /// @file
-/// Who the peers are, in which dialect they are spoken to, and the init call. No data moves here.
+/// Who the peers are, in which dialect they are spoken to, and the init call with the sender's
+/// opening beside it.
 
 namespace weightwire::detail {
 
@@ -44,6 +47,7 @@ class peer_init {
     using traits = backend_traits<Tag>;
     /// As the native wire allows.
     static constexpr std::int64_t largest_world = std::int64_t{1} << 20U;
+    static constexpr std::chrono::seconds time_for_words{1};
 
 public:
     peer_init(Client& client, peer_table& peers, const trainer_options& options,
@@ -57,6 +61,7 @@ public:
     /// @throws error a peer cannot be reached or cannot be spoken to.
     void find(const manifest& parameters, deadline until, const std::stop_token& stop) {
         parameters_ = &parameters;
+        first_foreign_.clear();
         peers_.resize(client_.peer_count());
         for (std::size_t i = 0; i < peers_.size(); ++i) {
             peers_[i].info.name = client_.peer_name(i);
@@ -81,37 +86,64 @@ public:
         plan_hash_ = wire::plan_hash(traits::wire_name, world_size_, parameters, wire_parameters_);
     }
 
-    /// Sends init to the peers that `asked` picks. Towards vLLM each peer's forms are tried newest
-    /// first, the next one on a peer that refuses a field it does not know.
-    /// @returns one reply a peer: its last.
-    template <class Pick>
-    [[nodiscard]] std::vector<peer_reply> call(Pick asked, deadline until, std::stop_token stop) {
+    /// Sends init to the peers that `asked` picks and runs `open_sender(deadline, stop)` beside it:
+    /// the peers of a group do not answer before the sender has joined, nor does it return before.
+    ///
+    /// A peer that refuses its last form stops the sender and the calls to the others at once. Then
+    /// each peer that was asked takes part, or is lost.
+    /// @throws error the sender failed by itself, or the client.
+    template <class Pick, class Open>
+    void open(Pick asked, deadline until, const std::stop_token& stop, side_thread& side,
+              Open open_sender) {
+        peers_.blame_nobody();
+        opening shared{.init = this};
+        const std::stop_callback when_stopped{stop, [&] { shared.stop_all(); }};
+        const reply_observer observer{.call = &peer_init::on_reply, .context = &shared};
         std::vector<peer_reply> replies;
-        for (std::size_t form = 0;; ++form) {
-            for (auto& peer : peers_) {
-                peer.asked =
-                    form == 0 ? asked(peer) : peer.asked && wants_next_form(peer, form, replies);
-                peer.body = body(peer, form, until);
+        failure control;
+        auto job = [&]() noexcept {
+            try {
+                replies = call(asked, observer, until, shared.calls.get_token());
+            } catch (...) {
+                control = failure::current(phase::init);
+                shared.sender.request_stop();
             }
-            const auto none = std::none_of(peers_.begin(), peers_.end(),
-                                           [](const peer_state& peer) { return peer.asked; });
-            if (none) {
-                return replies;
+        };
+        side.start(job);
+        failure data;
+        bool refused = false;
+        try {
+            open_sender(until, shared.sender.get_token());
+        } catch (...) {
+            data = failure::current(phase::init);
+            // A server that is about to say what is wrong is worth a moment.
+            if (data.kind == "peer") {
+                (void)side.wait_until(until.capped(time_for_words).when());
             }
-            auto answers = client_.init(
-                peers_.to([](const peer_state& peer) { return peer.asked; }), until, stop);
-            if (form == 0) {
-                replies = std::move(answers);
-                continue;
-            }
-            for (std::size_t i = 0; i < answers.size(); ++i) {
-                if (peers_[i].asked) {
-                    replies[i] = std::move(answers[i]);
-                }
-            }
+            refused = peers_.has_blamed();
+            shared.calls.request_stop();
+        }
+        side.wait();
+        if (control) {
+            control.raise();
+        }
+        take(replies);
+        const bool echo = refused || data.kind == "cancelled";
+        if (data && !(echo && peers_.first_failure())) {
+            data.raise();
         }
     }
+    /// The same for a sender that is open: a peer that refuses does not disturb the others.
+    template <class Pick>
+    void ask_again(Pick asked, deadline until, const std::stop_token& stop) {
+        take(call(asked, {}, until, stop));
+    }
 
+    [[nodiscard]] bool native() const noexcept { return native_; }
+    [[nodiscard]] int world_size() const noexcept { return world_size_; }
+    [[nodiscard]] std::uint64_t plan_hash() const noexcept { return plan_hash_; }
+
+private:
     /// Reads the replies of the peers that were asked: each takes part from now on, or is lost.
     void take(const std::vector<peer_reply>& replies) {
         for (std::size_t i = 0; i < replies.size(); ++i) {
@@ -131,13 +163,80 @@ public:
         }
     }
 
-    [[nodiscard]] bool native() const noexcept { return native_; }
-    /// Whether every peer has the start and finish routes (vLLM 0.21 and newer, and ours).
-    [[nodiscard]] bool session_routes() const noexcept { return session_routes_; }
-    [[nodiscard]] int world_size() const noexcept { return world_size_; }
-    [[nodiscard]] std::uint64_t plan_hash() const noexcept { return plan_hash_; }
+    /// What has been said when the call was still under way; the sender and the calls stop by it.
+    struct opening {
+        const peer_init* init = nullptr;
+        std::stop_source calls{};
+        std::stop_source sender{};
+        void stop_all() {
+            sender.request_stop();
+            calls.request_stop();
+        }
+    };
 
-private:
+    static void on_reply(void* context, std::size_t i, const peer_reply& reply) noexcept {
+        auto& shared = *static_cast<opening*>(context);
+        const bool left_out = reply.answer.fault == reply_fault::left_out;
+        if (!left_out && !reply.ok() &&
+            !shared.init->wants_next_form(shared.init->peers_[i], reply)) {
+            shared.init->peers_.blame(i);
+            shared.stop_all();
+        }
+    }
+
+    /// Sends init to the peers that `asked` picks, towards vLLM with the newest form. A peer that
+    /// refuses a field that it does not know is sent the next form: by the client while it still
+    /// waits for the others, or from here.
+    /// @returns one reply a peer: its last.
+    template <class Pick>
+    [[nodiscard]] std::vector<peer_reply> call(Pick asked, reply_observer observer, deadline until,
+                                               const std::stop_token& stop) {
+        for (auto& peer : peers_) {
+            peer.asked = asked(peer);
+            peer.form = peer.asked ? 0 : peer.form;
+            peer.body = peer.asked ? body(peer, until) : std::string{};
+        }
+        std::vector<peer_reply> replies;
+        const auto is_asked = [](const peer_state& peer) { return peer.asked; };
+        while (std::any_of(peers_.begin(), peers_.end(), is_asked)) {
+            auto message = peers_.to(is_asked);
+            message.observer = observer;
+            message.again = {.call = &peer_init::next_body, .context = this};
+            auto answers = client_.init(message, until, stop);
+            if (answers.size() != peers_.size()) {
+                throw usage_error{"the client gives " + std::to_string(answers.size()) +
+                                      " replies for " + std::to_string(peers_.size()) +
+                                      " peers; it must give one a peer",
+                                  {.phase = phase::init}};
+            }
+            replies.resize(peers_.size(), {.answer = {.fault = reply_fault::left_out}});
+            for (std::size_t i = 0; i < peers_.size(); ++i) {
+                if (peers_[i].asked) {
+                    replies[i] = std::move(answers[i]);
+                    peers_[i].asked = !next_body(this, i, replies[i]).empty();
+                }
+            }
+        }
+        return replies;
+    }
+
+    /// The body of the next form for a peer that refused the one before; empty when there is none.
+    static std::string_view next_body(void* context, std::size_t i,
+                                      const peer_reply& reply) noexcept {
+        auto& self = *static_cast<peer_init*>(context);
+        auto& peer = self.peers_[i];
+        if (!self.wants_next_form(peer, reply)) {
+            return {};
+        }
+        try {
+            ++peer.form;
+            peer.body = vllm_body(peer);
+            return peer.body;
+        } catch (...) {  // no memory: the refusal stands
+            return {};
+        }
+    }
+
     void read_profiles(const std::vector<wire::server_profile>& profiles) {
         native_ = true;
         for (std::size_t i = 0; i < profiles.size(); ++i) {
@@ -147,7 +246,7 @@ private:
             }
             peers_[i].info.world_size = profile.world_size;
             peers_[i].version = version_number(profile.weight_version);
-            session_routes_ = session_routes_ && profile.has_session_routes;
+            peers_[i].info.session_routes = profile.has_session_routes;
             if (!offers_backend(profile)) {
                 first_foreign_ = native_ ? peers_[i].info.name : first_foreign_;
                 native_ = false;
@@ -198,20 +297,21 @@ private:
         }
     }
 
-    [[nodiscard]] bool wants_next_form(const peer_state& peer, std::size_t form,
-                                       const std::vector<peer_reply>& replies) const {
-        const auto& reply = replies[peers_.index_of(peer)];
-        return !native_ && !reply.ok() && form < peer.init.vllm.size() &&
+    [[nodiscard]] bool wants_next_form(const peer_state& peer,
+                                       const peer_reply& reply) const noexcept {
+        return !native_ && !reply.ok() && peer.form + 1 < peer.init.vllm.size() &&
                reply.answer.body.find("unexpected keyword argument") != std::string::npos;
     }
 
-    [[nodiscard]] std::string body(const peer_state& peer, std::size_t form, deadline until) const {
-        if (!peer.asked) {
-            return {};
-        }
+    [[nodiscard]] static std::string vllm_body(const peer_state& peer) {
+        return peer.form < peer.init.vllm.size()
+                   ? "{\"init_info\":" + peer.init.vllm[peer.form].init_info + "}"
+                   : std::string{};
+    }
+
+    [[nodiscard]] std::string body(const peer_state& peer, deadline until) const {
         if (!native_) {
-            return form < peer.init.vllm.size() ? "{\"init_info\":" + peer.init.vllm[form] + "}"
-                                                : std::string{};
+            return vllm_body(peer);
         }
         return wire::encode(wire::native_init{.backend = std::string{traits::wire_name},
                                               .rank_offset = peer.info.rank_offset,
@@ -260,7 +360,6 @@ private:
     std::uint64_t trainer_ = random_name();
     int world_size_ = 1;
     bool native_ = false;
-    bool session_routes_ = true;
 };
 
 }  // namespace weightwire::detail

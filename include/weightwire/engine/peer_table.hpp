@@ -1,6 +1,7 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -34,6 +35,9 @@ struct peer_state {
     bool taken_over = false;  ///< another trainer's init replaced ours: never taken back by itself
     std::atomic<bool> live{false};  ///< takes part in the round
     bool asked = false;             ///< by the init call under way
+    std::size_t form = 0;           ///< index in `init.vllm` of the form last sent, or accepted
+    bool paused = false;            ///< was sent `/pause`, and no answer to `/resume` since
+    failure resume_error{};         ///< of the last `/resume`
     failure error{};                ///< why it does not
     std::uint64_t bytes = 0;
     double data_seconds = 0;
@@ -91,6 +95,15 @@ public:
             },
             [](const peer_state& peer) { return peer.live.load(); });
     }
+    /// The update call of a vLLM dialect: each live peer is sent the body that fits the form of
+    /// init that it accepted. The bodies are referenced, however many peers there are.
+    [[nodiscard]] control_message vllm_update_to_live(const update_part& part) {
+        return message(
+            [&](const peer_state& peer) {
+                return std::string_view{part.vllm_bodies[peer.init.vllm[peer.form].update_body]};
+            },
+            [](const peer_state& peer) { return peer.live.load(); });
+    }
     /// A message that asks the peers that `asked` picks, each with its own `body`.
     template <class Pick>
     [[nodiscard]] control_message to(Pick asked) {
@@ -106,17 +119,57 @@ public:
         peer.error = std::move(why);
     }
 
-    /// The first failure that peers brought into this round.
+    /// Notes that peer `i` is the one whose failure ended the call under way: what the others say
+    /// after it is its echo. Only the first counts. Thread-safe.
+    void blame(std::size_t i) noexcept {
+        auto nobody = none;
+        blamed_.compare_exchange_strong(nobody, i);
+    }
+    [[nodiscard]] bool has_blamed() const noexcept { return blamed_ != none; }
+    void blame_nobody() noexcept { blamed_ = none; }
+
+    /// The first failure that peers brought into this round: of the peer that is to blame, else in
+    /// their order; what was only given up because of another failure comes last.
     [[nodiscard]] failure first_failure() const {
+        if (const auto i = blamed_.load(); i < peers_.size() && peers_[i].error) {
+            return peers_[i].error;
+        }
+        failure first;
         for (const auto& peer : peers_) {
-            if (peer.error) {
-                return peer.error;
+            if (peer.error && (!first || first.kind == "cancelled")) {
+                first = peer.error.kind == "cancelled" && first ? first : peer.error;
             }
         }
-        return {};
+        return first;
+    }
+    /// One outcome a peer, after a round.
+    [[nodiscard]] std::vector<peer_outcome> outcomes() const {
+        std::vector<peer_outcome> out;
+        for (const auto& peer : peers_) {
+            out.push_back({.peer = peer.info.name,
+                           .world_size = peer.info.world_size,
+                           .status = status_of(peer),
+                           .version = peer.version,
+                           .error = peer.live ? failure{} : peer.error,
+                           .resume_error = peer.resume_error,
+                           .bytes = peer.bytes,
+                           .data_seconds = peer.data_seconds});
+        }
+        return out;
     }
 
 private:
+    [[nodiscard]] static peer_status status_of(const peer_state& peer) noexcept {
+        if (peer.live) {
+            return peer_status::committed;
+        }
+        const auto where = peer.error.context.phase;
+        const bool silent = peer.error.context.native_code == 0;
+        return where == phase::init               ? peer_status::left_out
+               : where == phase::finish && silent ? peer_status::unknown
+                                                  : peer_status::failed;
+    }
+
     template <class Body, class Pick>
     control_message message(Body body, Pick asked) {
         for (std::size_t i = 0; i < peers_.size(); ++i) {
@@ -130,6 +183,8 @@ private:
     std::vector<peer_info> infos_;
     std::vector<std::string_view> bodies_;
     std::vector<unsigned char> mask_;
+    static constexpr std::size_t none = static_cast<std::size_t>(-1);
+    std::atomic<std::size_t> blamed_{none};
 };
 
 }  // namespace weightwire::detail

@@ -50,6 +50,13 @@ inline void require_sense(const wire::native_update_reply& reply, const peer_sta
     return std::min(until, deadline::after(grace)).when();
 }
 
+/// Whether a vLLM server refuses a start because a session is open (wire section 1.5: its errors
+/// differ by their text alone).
+[[nodiscard]] inline bool says_session_is_open(const peer_reply& reply) {
+    return !reply.ok() && reply.answer.fault == reply_fault::none &&
+           reply.answer.body.find("update is already active") != std::string::npos;
+}
+
 /// For calls that were cancelled by us because they took too long.
 inline void blame_the_slow(std::vector<peer_reply>& replies) {
     for (auto& reply : replies) {

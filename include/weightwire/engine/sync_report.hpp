@@ -43,6 +43,7 @@ struct peer_outcome {
     peer_status status = peer_status::left_out;
     weight_version version = 0;  ///< last version known to be whole there
     failure error{};             ///< set unless committed
+    failure resume_error{};      ///< set when `/resume` failed: it may stand still until the next
     std::uint64_t bytes = 0;     ///< placed by its ranks, 0 when the peer does not say
     double data_seconds = 0;     ///< its own data phase, 0 when the peer does not say
 };

@@ -78,7 +78,7 @@ public:
         together(phase::init, until, [&] {
             collect_stable();
             if (group_.rank() == 0) {
-                session_.emplace(info, client_, events_, options_);
+                session_.emplace(std::move(info), client_, events_, options_);
                 session_->open(parameters_, lifetime_of<Source>(), stable_, until);
                 next_version_ = session_->next_version();
             }
@@ -92,7 +92,10 @@ public:
     /// round's deadline.
     ///
     /// A peer that fails does not stop the others; it keeps its old version (or says that it is
-    /// dirty) and is asked to take part again in the next round.
+    /// dirty) and is asked to take part again in the next round. A backend that cannot do without
+    /// one (a broadcast group) loses the round, and the next one opens its group anew with all.
+    /// Servers that were paused are resumed whatever became of the round, which may take a second
+    /// beyond the deadline.
     /// @returns one outcome a peer, and the figures of each phase.
     /// @throws error the source failed on any rank, or no peer committed, or (unless
     /// `tolerate_failed_peers`) one
@@ -102,6 +105,7 @@ public:
         const auto begin = deadline::clock::now();
         report_ = {.round = ++round_};
         round_began_ = begin;
+        round_until_ = until;
         run_phase(phase::start, report_.start, until, [&] {
             if (session_) {
                 start(options, until);
@@ -113,7 +117,8 @@ public:
         });
         run_phase(phase::finish, report_.finish, until, [&] {
             if (session_) {
-                session_->finish(until);
+                session_->finish(before_resume(until));
+                session_->resume(until);
                 note_outcomes();
             }
         });
@@ -172,6 +177,7 @@ private:
         report_.version =
             options.version.value_or(std::max(next_version_, session_->next_version()));
         next_version_ = std::max(next_version_, report_.version) + 1;
+        session_->pause(before_update(until));
         // Afresh: the live peers get their whole share, whatever the lost ones have cost.
         session_->start(round_, report_.version, options.force, until, before_update(until));
     }
@@ -260,6 +266,7 @@ private:
     void give_up(const failure& why) {
         if (session_) {
             session_->abandon(why);
+            session_->resume(round_until_);
             note_outcomes();
         }
     }
@@ -291,6 +298,13 @@ private:
         return deadline::at(until.when() - reserve);
     }
 
+    /// A peer that hangs in the finish leaves the others a share to go on with what they serve.
+    [[nodiscard]] deadline before_resume(deadline until) const noexcept {
+        const auto reserve =
+            std::min<deadline::clock::duration>(std::chrono::seconds{5}, until.remaining() / 5);
+        return session_->pauses() ? deadline::at(until.when() - reserve) : until;
+    }
+
     Client client_;
     Source source_;
     Group group_;
@@ -302,6 +316,7 @@ private:
     sync_report report_{};
     std::uint64_t round_ = 0;
     deadline::clock::time_point round_began_ = deadline::clock::now();
+    deadline round_until_ = deadline::at({});
     weight_version next_version_ = 1;
 };
 

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <chrono>
+#include <cstdint>
 #include <optional>
 #include <stop_token>
 #include <string>
@@ -15,6 +16,17 @@
 
 namespace weightwire {
 
+/// What a round does about the requests that servers are answering: `/pause` before the start,
+/// `/resume` after the finish, and after a round that failed.
+enum class round_pause : std::uint8_t {
+    automatic,  ///< `keep` towards vLLM servers, which load while they answer; `none` towards our
+                ///< own workers, which change over at once
+    none,       ///< nothing: the caller sees to it
+    keep,       ///< freeze them; they go on with the new weights
+    wait,       ///< let them finish; vLLM has no limit for it, the round's deadline ends it
+    abort,      ///< end them
+};
+
 /// Choices for the life of a trainer engine.
 struct trainer_options {
     /// Name of the parameter set: versions and hashes are per set.
@@ -23,8 +35,15 @@ struct trainer_options {
     std::chrono::milliseconds init_budget{60'000};
     /// Time for one `send_weights()` that names no deadline of its own.
     std::chrono::milliseconds send_budget{300'000};
-    /// Most of a round's time that is spent on asking lost peers to take part again.
+    /// Most of a round's time that is spent on asking lost peers to take part again. A backend that
+    /// cannot do without one peer (a broadcast group) opens everything anew instead, within
+    /// `init_budget` and a quarter of the round's time.
     std::chrono::milliseconds rejoin_budget{2'000};
+    /// Whether servers stand still during a round.
+    round_pause pause = round_pause::automatic;
+    /// With a pause: whether servers forget what they computed with the old weights (prefix and
+    /// key-value caches; frozen requests are recomputed). A finish does not make them.
+    bool pause_clears_cache = true;
     /// Ends `trainer_init` early, with `cancelled_error`.
     std::stop_token stop{};
     /// Worker ranks behind each peer. Empty: the servers are asked. Given and asked: they must

@@ -23,6 +23,7 @@
 #include <weightwire/engine/peer_init.hpp>
 #include <weightwire/engine/peer_table.hpp>
 #include <weightwire/engine/reply_checks.hpp>
+#include <weightwire/engine/session_opening.hpp>
 #include <weightwire/engine/tell.hpp>
 #include <weightwire/engine/trainer_options.hpp>
 #include <weightwire/wire/native.hpp>
@@ -35,19 +36,26 @@ namespace weightwire::detail {
 
 /// The sender's side of the four phases towards all peers. One thread at a time.
 template <class Tag, class Client, class Events>
-class trainer_session {
+class trainer_session : session_opening<Tag, std::remove_reference_t<Client>, Events> {
     using traits = backend_traits<Tag>;
     using sender_type = typename traits::sender;
     using client_type = std::remove_reference_t<Client>;
+    using base = session_opening<Tag, client_type, Events>;
+    using base::client_;
+    using base::drops_peers;
+    using base::events_;
+    using base::init_;
+    using base::options_;
+    using base::pause_;
+    using base::peers_;
+    using base::sender_;
+    using base::side_;
+    using base::stop_;
 
 public:
-    trainer_session(const typename traits::init_info& info, client_type& client, Events& events,
+    trainer_session(typename traits::init_info info, client_type& client, Events& events,
                     const trainer_options& options)
-        : client_{client},
-          events_{events},
-          options_{options},
-          init_{client, peers_, options, info.init_message()},
-          sender_{info} {}
+        : base{std::move(info), client, events, options} {}
     trainer_session(const trainer_session&) = delete;
     trainer_session& operator=(const trainer_session&) = delete;
 
@@ -55,30 +63,7 @@ public:
     /// @throws error the first peer's failure: at init every peer must take part.
     void open(const manifest& parameters, tensor_lifetime lifetime,
               std::span<const tensor_view> stable, deadline until) {
-        const auto& stop = options_.stop;
-        init_.find(parameters, until, stop);
-        note(init_.native() ? "native wire: every peer offers it for this backend"
-                            : "vLLM wire: a peer does not offer the native one");
-        auto inits = sender_.prepare({.parameters = parameters,
-                                      .peers = peers_.infos(),
-                                      .world_size = init_.world_size(),
-                                      .lifetime = lifetime,
-                                      .stable_tensors = stable});
-        if (inits.size() != peers_.size()) {
-            throw usage_error{"the sender prepared " + std::to_string(inits.size()) +
-                                  " init messages for " + std::to_string(peers_.size()) + " peers",
-                              {.phase = phase::init, .backend = std::string{traits::wire_name}}};
-        }
-        for (std::size_t i = 0; i < peers_.size(); ++i) {
-            peers_[i].init = std::move(inits[i]);
-        }
-        if constexpr (HasDescription<sender_type>) {
-            note(sender_.description());
-        }
-        open_peers([](const peer_state&) { return true; }, until, stop, /*open_sender=*/true);
-        if (const auto why = peers_.first_failure()) {
-            why.raise();
-        }
+        this->open_first(parameters, lifetime, stable, until);
     }
 
     /// One above the highest version that the peers have reported.
@@ -90,31 +75,52 @@ public:
         return highest + 1;
     }
 
-    /// Init again for peers that a round lost: they may have been restarted, or hold a session that
-    /// we left open.
+    /// Brings back what a round lost: peers that may have been restarted, or hold a session that we
+    /// left open. A backend that can do without one peer asks those again; for another one the
+    /// group is gone with its first member, so everything is opened anew, with all peers.
     /// @param until also when a peer that has not answered is left behind.
     /// @param stop of the round that begins.
+    /// @throws error the group could not be opened anew: the first peer's failure.
     void rejoin(deadline until, const std::stop_token& stop) {
         stop_ = stop;
-        if constexpr (HasDropPeer<sender_type>) {
-            const auto lost = [](const peer_state& peer) { return !peer.live && !peer.taken_over; };
-            if (!init_.native() || std::none_of(peers_.begin(), peers_.end(), lost)) {
-                return;
-            }
-            std::vector<bool> was_lost;
-            for (const auto& peer : peers_) {
-                was_lost.push_back(lost(peer));
-            }
-            open_peers(lost, until.capped(options_.rejoin_budget), stop_, /*open_sender=*/false);
-            for (std::size_t i = 0; i < peers_.size(); ++i) {
-                if (was_lost[i] && peers_[i].live) {
-                    tell(events_, {.kind = event_kind::peer_rejoined,
-                                   .phase = phase::init,
-                                   .peer = peers_[i].info.name});
-                }
+        std::vector<bool> was_lost;
+        for (const auto& peer : peers_) {
+            was_lost.push_back(!peer.live && !(drops_peers && peer.taken_over));
+        }
+        if (std::find(was_lost.begin(), was_lost.end(), true) == was_lost.end()) {
+            return;
+        }
+        if constexpr (drops_peers) {
+            const auto lost = [&](const peer_state& peer) {
+                return was_lost[peers_.index_of(peer)];
+            };
+            init_.ask_again(lost, until.capped(options_.rejoin_budget), stop_);
+        } else {
+            this->reopen(until.capped(options_.init_budget));
+        }
+        for (std::size_t i = 0; i < peers_.size(); ++i) {
+            if (was_lost[i] && peers_[i].live) {
+                tell(events_, {.kind = event_kind::peer_rejoined,
+                               .phase = phase::init,
+                               .peer = peers_[i].info.name});
             }
         }
     }
+
+    /// Lets the live peers' inference stand still, where the options ask for it; a peer that does
+    /// not is lost.
+    void pause(deadline until) {
+        if (pause_.wanted()) {
+            take(pause_.pause(until, stop_), phase::start,
+                 [](const peer_state&, const std::string&) {});
+            require_whole();
+        }
+    }
+    /// Whether rounds pause their peers.
+    [[nodiscard]] bool pauses() const noexcept { return pause_.wanted(); }
+    /// Lets go on whoever a round has paused, also after a failure and after a stop: a second or
+    /// more is given to it. What fails is in the outcomes.
+    void resume(deadline until) noexcept { pause_.resume(until); }
 
     /// Begins a session on every live peer.
     /// @param until of the round: workers keep the session open so long.
@@ -122,6 +128,7 @@ public:
     /// @throws error no peer takes part: the first one's failure.
     void start(std::uint64_t round, weight_version version, bool force, deadline until,
                deadline answer_until) {
+        peers_.blame_nobody();
         round_ = round;
         version_ = version;
         tell_sender();
@@ -136,23 +143,23 @@ public:
                                                               .answer_ms = budget_ms(answer_until)})
                             : std::string{"{}"};
         }
-        if (init_.session_routes()) {
-            take(client_.start(peers_.to_live(), answer_until, stop_), phase::start,
-                 [&](peer_state& peer, const std::string& body) {
-                     if (init_.native()) {
-                         peer.session = wire::decode_start_reply(body).session;
-                     }
-                 });
-        }
-        require_live();
+        take(this->start_sessions(answer_until), phase::start,
+             [&](peer_state& peer, const std::string& body) {
+                 if (init_.native()) {
+                     peer.session = wire::decode_start_reply(body).session;
+                 }
+             });
+        require_whole();
     }
 
     /// Moves every part: the control call and the data side by side; the first to fail stops the
-    /// other.
+    /// other. Of a backend that cannot do without a peer, peers that had everything when another
+    /// failed go on to commit.
     /// @throws error the source failed, or no live peer is left.
     void update(tensor_stream& stream, deadline until) {
-        const auto parts = std::span<const update_part>{sender_.parts()};
+        const auto parts = std::span<const update_part>{sender_->parts()};
         for (std::size_t part = 0; part < parts.size(); ++part) {
+            require_whole();
             update_part_of(parts[part], part, stream, until);
         }
         require_bytes(stream.manifest().total_bytes());
@@ -166,7 +173,7 @@ public:
     void finish(deadline until) {
         std::span<const std::uint64_t> digests;
         if constexpr (HasDigests<sender_type>) {
-            digests = sender_.digests();
+            digests = sender_->digests();
         }
         // The worker gives up a little before we do, so that a late commit cannot follow our giving
         // up.
@@ -195,12 +202,16 @@ public:
                            .peer = peer.info.name,
                            .version = peer.version});
         };
-        if (init_.session_routes()) {
-            take(client_.finish(peers_.to_live(), until, stop_), phase::finish, committed);
-        } else {
-            for (auto& peer : peers_) {
-                peer.version = peer.live ? version_ : peer.version;
+        const auto closes = [](const peer_state& peer) {
+            return peer.live && peer.info.session_routes;
+        };
+        for (auto& peer : peers_) {
+            if (peer.live && !peer.info.session_routes) {
+                committed(peer, {});  // its update was its commit
             }
+        }
+        if (std::any_of(peers_.begin(), peers_.end(), closes)) {
+            take(client_.finish(peers_.to(closes), until, stop_), phase::finish, committed);
         }
     }
 
@@ -215,25 +226,23 @@ public:
     }
 
     /// One outcome a peer, after `finish`.
-    [[nodiscard]] std::vector<peer_outcome> outcomes() {
-        std::vector<peer_outcome> out;
-        for (auto& peer : peers_) {
-            const auto status = status_of(peer);
-            out.push_back({.peer = peer.info.name,
-                           .world_size = peer.info.world_size,
-                           .status = status,
-                           .version = peer.version,
-                           .error = peer.live ? failure{} : peer.error,
-                           .bytes = peer.bytes,
-                           .data_seconds = peer.data_seconds});
-        }
-        return out;
-    }
+    [[nodiscard]] std::vector<peer_outcome> outcomes() const { return peers_.outcomes(); }
 
-    void close(deadline until) { sender_.close(until); }
+    void close(deadline until) {
+        pause_.resume(until);
+        sender_->close(until);
+    }
     [[nodiscard]] int world_size() const noexcept { return init_.world_size(); }
 
 private:
+    /// Somebody is there; and everybody, where one peer's absence would hang the others.
+    void require_whole() const {
+        if (!drops_peers && peers_.live_count() != peers_.size()) {
+            peers_.first_failure().raise();
+        }
+        require_live();
+    }
+
     /// A 200 with nothing moved is an error.
     void require_bytes(std::uint64_t total) {
         for (std::size_t i = 0; i < peers_.size(); ++i) {
@@ -248,73 +257,15 @@ private:
         require_live();
     }
 
-    [[nodiscard]] static peer_status status_of(const peer_state& peer) noexcept {
-        if (peer.live) {
-            return peer_status::committed;
-        }
-        const auto where = peer.error.context.phase;
-        const bool silent = peer.error.context.native_code == 0;
-        return where == phase::init               ? peer_status::left_out
-               : where == phase::finish && silent ? peer_status::unknown
-                                                  : peer_status::failed;
-    }
-
-    /// Sends init to the peers that `asked` picks, beside the opening of the sender.
-    template <class Pick>
-    void open_peers(Pick asked, deadline until, const std::stop_token& stop, bool open_sender) {
-        std::stop_source stop_calls;
-        std::stop_source stop_open;
-        const std::stop_callback when_stopped{stop, [&] {
-                                                  stop_calls.request_stop();
-                                                  stop_open.request_stop();
-                                              }};
-        std::vector<peer_reply> replies;
-        failure control;
-        auto job = [&]() noexcept {
-            try {
-                replies = init_.call(asked, until, stop_calls.get_token());
-                const auto refused = [&](const peer_reply& reply) {
-                    return reply.answer.fault != reply_fault::left_out && !reply.ok();
-                };
-                if (std::any_of(replies.begin(), replies.end(), refused)) {
-                    stop_open.request_stop();
-                }
-            } catch (...) {
-                control = failure::current(phase::init);
-                stop_open.request_stop();
-            }
-        };
-        side_.start(job);
-        failure data;
-        if (open_sender) {
-            try {
-                sender_.open(until, stop_open.get_token());
-            } catch (...) {
-                data = failure::current(phase::init);
-                if (data.kind != "cancelled") {
-                    stop_calls.request_stop();
-                }
-            }
-        }
-        side_.wait();
-        if (control) {
-            control.raise();
-        }
-        init_.take(replies);
-        if (data && (data.kind != "cancelled" || !peers_.first_failure())) {
-            data.raise();
-        }
-    }
-
     /// The sender waits for the live peers and no others. It may have left one behind that answered
     /// in time all the same; peers that were lost between rounds it does not know of.
     void tell_sender() {
         if constexpr (HasDropPeer<sender_type>) {
             for (std::size_t i = 0; i < peers_.size(); ++i) {
                 if (peers_[i].live) {
-                    sender_.restore_peer(i);
+                    sender_->restore_peer(i);
                 } else {
-                    sender_.drop_peer(i);
+                    sender_->drop_peer(i);
                 }
             }
         }
@@ -326,6 +277,7 @@ private:
         const auto message = update_message_of(part, index, until);
         stop_data_ = std::stop_source{};
         answered_ = 0;
+        peers_.blame_nobody();
         std::stop_source stop_calls;
         const std::stop_callback when_stopped{stop_, [&] {
                                                   stop_calls.request_stop();
@@ -344,12 +296,18 @@ private:
         side_.start(job);
         failure data;
         std::exception_ptr thrown;
+        bool refused = false;
         const auto begin = deadline::clock::now();
         try {
-            sender_.send(round_, index, stream, until, stop_data_.get_token());
+            sender_->send(round_, index, stream, until, stop_data_.get_token());
         } catch (...) {
             data = failure::current(phase::update);
             thrown = std::current_exception();
+            // A server that is about to say what is wrong is worth a moment.
+            if (data.kind == "peer") {
+                (void)side_.wait_until(until.capped(std::chrono::seconds{1}).when());
+            }
+            refused = peers_.has_blamed();
             stop_calls.request_stop();
         }
         const bool hurried =
@@ -370,7 +328,13 @@ private:
                 peer.data_seconds += static_cast<double>(reply.ended_ns - reply.began_ns) * 1e-9;
             }
         });
-        if (data && !(data.kind == "cancelled" && stop_data_.stop_requested())) {
+        // The sender only ended because a control call had failed: what that server says is worth
+        // more.
+        const bool echo = data.kind == "cancelled"
+                              ? stop_data_.stop_requested()
+                              : refused && peers_.live_count() == 0 &&
+                                    (data.kind == "peer" || data.kind == "timeout");
+        if (data && !echo) {
             std::rethrow_exception(thrown);
         }
         if (data || !stopped_by_us) {
@@ -380,7 +344,7 @@ private:
 
     /// Stops waiting for peers that the sender has left behind, once another has answered.
     [[nodiscard]] bool hurry(std::stop_source& stop_calls) noexcept {
-        const bool possible = HasDropPeer<sender_type> && init_.native() && answered_ != 0;
+        const bool possible = drops_peers && init_.native() && answered_ != 0;
         if (possible) {
             stop_calls.request_stop();
         }
@@ -405,9 +369,7 @@ private:
             message = peers_.update_to_live();
             message.content_type = wire::native_content_type;
         } else {
-            vllm_body_ = part.vllm_body;
-            message = peers_.to_live();
-            message.bodies = {&vllm_body_, 1};
+            message = peers_.vllm_update_to_live(part);
         }
         message.observer = {.call = &trainer_session::on_reply, .context = this};
         return message;
@@ -423,8 +385,9 @@ private:
             return;
         }
         self.peers_[i].live = false;
+        self.peers_.blame(i);
         if constexpr (HasDropPeer<sender_type>) {
-            self.sender_.drop_peer(i);
+            self.sender_->drop_peer(i);
             if (self.peers_.live_count() == 0) {
                 self.stop_data_.request_stop();
             }
@@ -442,6 +405,9 @@ private:
                 continue;
             }
             auto why = wire::reply_failure(replies[i], where);
+            if (why.kind == "cancelled" && !stop_.stop_requested()) {
+                why.text = "given up from here, because something else failed first";
+            }
             if (!why) {
                 try {
                     read(peers_[i], replies[i].answer.body);
@@ -457,7 +423,7 @@ private:
                            .text = why.text});
             peers_.lose(i, std::move(why));
             if constexpr (HasDropPeer<sender_type>) {
-                sender_.drop_peer(i);
+                sender_->drop_peer(i);
             }
         }
     }
@@ -472,24 +438,11 @@ private:
         throw usage_error{"the client has no peers", {.phase = phase::start}};
     }
 
-    void note(std::string_view text) noexcept {
-        tell(events_, {.kind = event_kind::chosen, .phase = phase::init, .text = text});
-    }
-
-    client_type& client_;
-    Events& events_;
-    const trainer_options& options_;
-    peer_table peers_;
-    peer_init<Tag, client_type> init_;
-    sender_type sender_;
-    std::string_view vllm_body_;
     std::string boot_id_ = boot_id();
     std::stop_source stop_data_;
-    std::stop_token stop_;
     std::atomic<std::size_t> answered_{0};  ///< peers that have answered the update call
     std::uint64_t round_ = 0;
     weight_version version_ = 0;
-    side_thread side_;
 };
 
 }  // namespace weightwire::detail

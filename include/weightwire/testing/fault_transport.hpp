@@ -228,7 +228,8 @@ public:
         const auto theirs = encode_worker_faults(faults_);
         for (auto& init : inits) {
             for (auto& form : init.vllm) {
-                form = theirs.empty() ? form : add_member(form, faults_member, theirs);
+                form.init_info = theirs.empty() ? form.init_info
+                                                : add_member(form.init_info, faults_member, theirs);
             }
         }
         return inits;

@@ -63,7 +63,7 @@ public:
         cut_parts();
         std::vector<transport_init> inits;
         for (const auto& info : context.peers) {
-            inits.push_back({native_init(), {vllm_init(info, context.world_size)}});
+            inits.push_back({native_init(), {{.init_info = vllm_init(info, context.world_size)}}});
         }
         return inits;
     }
@@ -133,7 +133,10 @@ private:
         for (std::size_t i = 0; i < count; ++i) {
             const auto first = all.size() * i / count;
             const auto size = all.size() * (i + 1) / count - first;
-            parts_.push_back({first, size, speaks_vllm ? body_of(first, size, i) : std::string{}});
+            parts_.push_back({first, size, {}});
+            if (speaks_vllm) {
+                parts_.back().vllm_bodies.push_back(body_of(first, size, i));
+            }
         }
         digests_.assign(info_.verify ? all.size() : 0, 0);
     }

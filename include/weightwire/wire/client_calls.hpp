@@ -38,6 +38,14 @@ enum class pause_mode : std::uint8_t {
     return "unknown";
 }
 
+/// Path and query of `/pause`. The arguments travel in the query: a body would be ignored and
+/// requests aborted (wire section 1.3).
+[[nodiscard]] inline std::string pause_target(pause_mode mode, bool clear_cache) {
+    std::string target = "/pause?mode=";
+    target.append(to_string(mode)).append(clear_cache ? "&clear_cache=true" : "&clear_cache=false");
+    return target;
+}
+
 /// Which peers to ask, as `control_message::only`; empty: all.
 using peer_mask = std::span<const unsigned char>;
 
@@ -99,16 +107,12 @@ public:
         return post("/weight_checker", message, until, stop);
     }
 
-    /// `POST /pause`. The arguments travel in the query: a body would be ignored and requests
-    /// aborted (wire section 1.3).
+    /// `POST /pause`, answered when the engine stands still.
     /// @param clear_cache whether the engine forgets what it cached under the old weights.
     /// @param only peers to ask, as in `control_message`.
     [[nodiscard]] std::vector<peer_reply> pause(pause_mode mode, bool clear_cache, deadline until,
                                                 std::stop_token stop = {}, peer_mask only = {}) {
-        std::string target = "/pause?mode=";
-        target.append(to_string(mode))
-            .append(clear_cache ? "&clear_cache=true" : "&clear_cache=false");
-        return post(target, {.only = only}, until, stop);
+        return post(pause_target(mode, clear_cache), {.only = only}, until, stop);
     }
 
     /// `POST /resume`. Not while a `/pause` is on its way: vLLM refuses it then (wire section 1.8).

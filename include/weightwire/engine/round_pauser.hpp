@@ -1,0 +1,158 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <chrono>
+#include <stop_token>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <weightwire/concepts/event_sink.hpp>
+#include <weightwire/concepts/sync_client.hpp>
+#include <weightwire/core/deadline.hpp>
+#include <weightwire/core/error.hpp>
+#include <weightwire/core/failure.hpp>
+#include <weightwire/engine/peer_table.hpp>
+#include <weightwire/engine/tell.hpp>
+#include <weightwire/engine/trainer_options.hpp>
+#include <weightwire/wire/client_calls.hpp>
+#include <weightwire/wire/reply_failure.hpp>
+
+/// @file
+/// `/pause` and `/resume` around a round. vLLM enforces neither, but one that loads while it
+/// answers mixes old and new weights within an answer (vLLM wire section 1.6).
+
+namespace weightwire::detail {
+
+/// Pauses and resumes the peers of one trainer. One thread at a time.
+template <class Client, class Events>
+class round_pauser {
+public:
+    round_pauser(Client& client, peer_table& peers, Events& events, const trainer_options& options)
+        : client_{client}, peers_{peers}, events_{events}, options_{options} {}
+
+    /// Settles what is done towards peers of this dialect.
+    /// @returns what was chosen and why, in one line.
+    /// @throws usage_error a pause was asked for, and the client can send no `/pause`.
+    [[nodiscard]] std::string choose(bool native) {
+        const bool automatic = options_.pause == round_pause::automatic;
+        target_.clear();
+        if (options_.pause == round_pause::none) {
+            return "no pause: trainer_options::pause is none";
+        }
+        if (automatic && native) {
+            return "no pause: our own workers change over at once";
+        }
+        if constexpr (!HasRequest<Client>) {
+            if (!automatic) {
+                throw usage_error{
+                    "trainer_options::pause asks for a pause, and this client has no request() to "
+                    "send it with; add one, or set it to none and pause the servers yourself",
+                    {.phase = phase::init}};
+            }
+            return "no pause: this client has no request() to send it with; answers may mix old "
+                   "and "
+                   "new weights unless the servers are paused otherwise";
+        } else {
+            target_ = pause_target(mode(), options_.pause_clears_cache);
+            return "pause: POST " + target_ + " before each round and POST /resume after it, " +
+                   (automatic ? "because vLLM servers load while they answer"
+                              : "as trainer_options::pause asks");
+        }
+    }
+    /// Whether rounds pause their peers.
+    [[nodiscard]] bool wanted() const noexcept { return !target_.empty(); }
+
+    /// Asks the live peers.
+    /// @returns one reply a peer; each one's failure is for the caller to see.
+    [[nodiscard]] std::vector<peer_reply> pause(deadline until, const std::stop_token& stop) {
+        if constexpr (HasRequest<Client>) {
+            for (auto& peer : peers_) {
+                peer.body.clear();
+            }
+            auto replies = client_.request("POST", target_, peers_.to_live(), until, stop);
+            for (std::size_t i = 0; i < replies.size(); ++i) {
+                auto& answer = replies[i].answer;
+                // A server that was asked and did not answer may stand still all the same.
+                const bool may_stand =
+                    replies[i].ok() ||
+                    (answer.fault != reply_fault::none && answer.fault != reply_fault::left_out &&
+                     answer.fault != reply_fault::unreachable);
+                peers_[i].paused = peers_[i].paused || may_stand;
+                if (answer.status == 404) {
+                    answer.body = no_such_route;
+                }
+            }
+            return replies;
+        } else {
+            return {};
+        }
+    }
+
+    /// Asks every peer that stands still, live or not. Never throws: what a peer does not do is in
+    /// its `resume_error` and told as a warning, and it is asked again after the next round.
+    void resume(deadline until) noexcept {
+        if constexpr (HasRequest<Client>) {
+            const auto stands = [](const peer_state& peer) { return peer.paused; };
+            if (std::none_of(peers_.begin(), peers_.end(), stands)) {
+                return;
+            }
+            try {
+                // A round that used up its time leaves no server standing for that.
+                const auto least = deadline::after(std::chrono::seconds{1});
+                const auto when = deadline::at(std::max(until.when(), least.when()))
+                                      .capped(std::chrono::seconds{10});
+                for (auto& peer : peers_) {
+                    peer.body.clear();
+                }
+                read(client_.request("POST", "/resume", peers_.to(stands), when, {}));
+            } catch (...) {
+                warn({}, failure::current(phase::finish).text);
+            }
+        }
+    }
+
+private:
+    static constexpr const char* no_such_route =
+        "there is no /pause: the server is older than vLLM 0.16, or runs without "
+        "VLLM_SERVER_DEV_MODE=1, or is no vLLM; set trainer_options::pause to none if its requests "
+        "may meet old and new weights in one answer";
+
+    [[nodiscard]] pause_mode mode() const noexcept {
+        switch (options_.pause) {
+            case round_pause::wait: return pause_mode::wait;
+            case round_pause::abort: return pause_mode::abort;
+            default: return pause_mode::keep;
+        }
+    }
+
+    void read(const std::vector<peer_reply>& replies) {
+        for (std::size_t i = 0; i < replies.size(); ++i) {
+            if (replies[i].answer.fault == reply_fault::left_out) {
+                continue;
+            }
+            auto& peer = peers_[i];
+            peer.paused = !replies[i].ok();
+            peer.resume_error = wire::reply_failure(replies[i], phase::finish);
+            if (peer.paused) {
+                peer.resume_error.text =
+                    "/resume failed, so the server may stand still: " + peer.resume_error.text;
+                warn(peer.info.name, peer.resume_error.text);
+            }
+        }
+    }
+
+    void warn(std::string_view peer, std::string_view text) noexcept {
+        tell(events_,
+             {.kind = event_kind::warning, .phase = phase::finish, .peer = peer, .text = text});
+    }
+
+    Client& client_;
+    peer_table& peers_;
+    Events& events_;
+    const trainer_options& options_;
+    std::string target_;  ///< of the pause; empty: there is none
+};
+
+}  // namespace weightwire::detail
