@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// C++ trainer to C++ worker over NCCL, two processes on one GPU or on two: real names and shapes,
+// packed and unpacked, digests of every tensor equal over ten rounds of changing weights. Started
+// by hand:
+//
+//   nccl_round [--layers N] [--rounds N] [--two-devices] [--buffer BYTES]
+//
+// Device memory: three copies of the list (the trainer's, and two that the worker flips between)
+// and the rotating buffers of both. The library is WEIGHTWIRE_LIBNCCL's, else the one that is
+// found.
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <weightwire/backends/nccl/backend.hpp>
+#include <weightwire/concepts/tensor_stream.hpp>
+#include <weightwire/gpu/kernels/digest.hpp>
+#include <weightwire/plan/coverage.hpp>
+#include <weightwire/sources/span_source.hpp>
+
+#include "../../benchmarks/support/parameter_lists.hpp"
+#include "nccl_pair.hpp"
+
+namespace {
+
+using namespace weightwire;
+
+struct settings {
+    std::int64_t layers = 8;
+    std::uint64_t rounds = 10;
+    std::uint64_t buffer_bytes = std::uint64_t{128} << 20U;
+    bool two_devices = false;
+};
+
+/// Awkward ones after the real list: odd lengths before wide items, a scalar, nothing.
+manifest list_of(std::int64_t layers) {
+    std::vector<param_meta> list;
+    for (auto& parameter : benchmarks::half_billion_list()) {
+        const auto dot = parameter.name.find("layers.");
+        const bool beyond =
+            dot != std::string::npos && std::atoll(parameter.name.c_str() + dot + 7) >= layers;
+        if (!beyond) {
+            list.push_back(std::move(parameter));
+        }
+    }
+    list.push_back({"awkward.odd", dtype::u8, {10'007}});
+    list.push_back({"awkward.scalar", dtype::f32, {}});
+    list.push_back({"awkward.none", dtype::bf16, {0, 4}});
+    list.push_back({"awkward.flags", dtype::boolean, {33}});
+    list.push_back({"awkward.wide", dtype::f64, {77, 5}});
+    return manifest{std::move(list)};
+}
+
+/// Device memory for a list, each tensor at a multiple of 256 bytes.
+class device_weights {
+public:
+    device_weights(const manifest& parameters, int device) {
+        std::size_t bytes = 0;
+        std::vector<std::size_t> at;
+        for (const auto& parameter : parameters.parameters()) {
+            at.push_back(bytes);
+            bytes += (static_cast<std::size_t>(parameter.byte_size()) + 255) / 256 * 256;
+        }
+        memory_ = gpu::device_buffer{device, bytes};
+        for (std::size_t i = 0; i < parameters.size(); ++i) {
+            views_.push_back({memory_.data() + at[i], parameters[i].dtype, parameters[i].shape,
+                              weightwire::device{.kind = memory_kind::cuda, .index = device}});
+            items_.push_back({views_.back().data(), parameters[i].byte_size()});
+        }
+    }
+    [[nodiscard]] const std::vector<mutable_tensor_view>& views() const noexcept { return views_; }
+    /// Fills everything with words that tell round and place.
+    void fill(std::uint64_t round) {
+        std::vector<std::uint32_t> words(memory_.size() / 4);
+        auto word = static_cast<std::uint32_t>(round * 2654435761U + 1);
+        for (auto& each : words) {
+            each = word = word * 1664525U + 1013904223U;
+        }
+        gpu::check(
+            cudaMemcpy(memory_.data(), words.data(), words.size() * 4, cudaMemcpyHostToDevice),
+            "cudaMemcpy");
+        gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    }
+    void poison() {
+        gpu::check(cudaMemset(memory_.data(), 0xEE, memory_.size()), "cudaMemset");
+        gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    }
+    [[nodiscard]] std::uint64_t digest(const gpu::stream& on) const {
+        const gpu::digest_plan plan{memory_.device(), items_};
+        const auto all = plan.run(on);
+        return weightwire::digest(std::as_bytes(std::span{all}));
+    }
+
+private:
+    gpu::device_buffer memory_;
+    std::vector<mutable_tensor_view> views_;
+    std::vector<gpu::digest_item> items_;
+};
+
+struct source {
+    static constexpr auto lifetime = tensor_lifetime::stable;
+    std::vector<param_meta> list;
+    std::vector<named_tensor> tensors;
+    [[nodiscard]] const auto& metadata() const { return list; }
+    [[nodiscard]] const auto& weights() const { return tensors; }
+};
+
+struct places {
+    const device_weights* held;
+    coverage seen;
+    mutable_tensor_view open(std::size_t i, deadline) const { return held->views()[i]; }
+    void wrote(std::size_t i, std::uint64_t offset, std::uint64_t count, deadline) {
+        seen.wrote(i, offset, count);
+    }
+};
+
+/// The texts that an init call would carry.
+struct init_text {
+    char wire[512]{};
+    char transport[8192]{};
+};
+
+deadline in_time() { return deadline::after(std::chrono::seconds{60}); }
+
+void worker(tests::channel& parent, const settings& wanted) {
+    const int device = nccl_pair::choose_device(1, !wanted.two_devices);
+    const auto parameters = list_of(wanted.layers);
+    const auto text = parent.take<init_text>();
+    device_weights flips[2]{{parameters, device}, {parameters, device}};
+    gpu::stream stream{device};
+    nccl::receiver receiver{{.global_rank = 1, .world_size = 2, .device = device}};
+    receiver.open(
+        {.wire_parameters = text.wire, .transport = text.transport, .parameters = &parameters},
+        in_time(), {});
+    for (std::uint64_t round = 1; round <= wanted.rounds; ++round) {
+        auto& landing = flips[round % 2];
+        landing.poison();
+        parent.put(true);
+        places to{&landing, coverage{parameters}};
+        update_target target{to, parameters, 0, parameters.size()};
+        receiver.receive({.round = round, .count = parameters.size(), .native = true}, target,
+                         in_time(), {});
+        parent.put(to.seen.all_whole() ? landing.digest(stream) : std::uint64_t{0});
+    }
+    parent.put(receiver.allocated_bytes());
+    parent.put(receiver.table_bytes());
+}
+
+int trainer(tests::channel& child, const settings& wanted, bool packed) {
+    const int device = nccl_pair::choose_device(0, !wanted.two_devices);
+    const auto parameters = list_of(wanted.layers);
+    device_weights weights{parameters, device};
+    gpu::stream stream{device};
+    source from;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+        from.list.push_back(parameters[i]);
+        from.tensors.push_back({.name = parameters[i].name, .tensor = weights.views()[i]});
+    }
+    const std::vector<tensor_view> stable(weights.views().begin(), weights.views().end());
+    const char* const library = std::getenv("WEIGHTWIRE_LIBNCCL");
+    const nccl::trainer_init_info info{.packed = packed,
+                                       .packed_buffer_size_bytes = wanted.buffer_bytes,
+                                       .device = device,
+                                       .library = library != nullptr ? library : ""};
+    nccl::sender sender{info};
+    const std::vector<peer_info> peers{{.name = "worker", .native = true}};
+    const auto inits = sender.prepare({.parameters = parameters,
+                                       .peers = peers,
+                                       .world_size = 2,
+                                       .lifetime = tensor_lifetime::stable,
+                                       .stable_tensors = stable});
+    std::printf("%s\n", sender.description().c_str());
+    init_text text;
+    info.init_message().copy(text.wire, sizeof text.wire - 1);
+    inits[0].native.copy(text.transport, sizeof text.transport - 1);
+    child.put(text);
+    sender.open(in_time(), {});
+    int wrong = 0;
+    for (std::uint64_t round = 1; round <= wanted.rounds; ++round) {
+        weights.fill(round);
+        const auto expected = weights.digest(stream);
+        static_cast<void>(child.take<bool>());
+        round_of<source> all{from, parameters};
+        auto tensors = all.stream();
+        const auto begin = std::chrono::steady_clock::now();
+        sender.send(round, 0, tensors, in_time(), {});
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+        const auto found = child.take<std::uint64_t>();
+        wrong += found == expected ? 0 : 1;
+        std::printf(
+            "round %2d  %8.3f ms  %6.2f GB/s  digest %016llx %s\n", static_cast<int>(round),
+            took.count() * 1e3, static_cast<double>(parameters.total_bytes()) / took.count() * 1e-9,
+            static_cast<unsigned long long>(found), found == expected ? "equal" : "DIFFERS");
+    }
+    std::printf("sender: buffers %llu, tables %llu bytes",
+                static_cast<unsigned long long>(sender.allocated_bytes()),
+                static_cast<unsigned long long>(sender.table_bytes()));
+    const auto buffers = child.take<std::uint64_t>();
+    const auto tables = child.take<std::uint64_t>();
+    std::printf("; receiver: buffers %llu, tables %llu bytes\n",
+                static_cast<unsigned long long>(buffers), static_cast<unsigned long long>(tables));
+    return wrong;
+}
+
+/// Both ranks are children: a process that has used CUDA cannot be forked again.
+int pair_of(const settings& wanted, bool packed) {
+    tests::forked both{[&](tests::channel& parent) {
+        std::setvbuf(stdout, nullptr, _IOLBF, 0);
+        tests::forked child{[&](tests::channel& up) { worker(up, wanted); }};
+        int wrong = 1;
+        try {
+            wrong = trainer(child.to(), wanted, packed);
+        } catch (const std::exception& failed) {
+            std::printf("trainer: %s\nworker: %s\n", failed.what(), child.to().rest().c_str());
+        }
+        parent.put(wrong);
+    }};
+    for (;;) {
+        try {
+            return both.to().take<int>();
+        } catch (const std::runtime_error& failed) {
+            if (std::string_view{failed.what()} != "the other process says nothing") {
+                return 1;
+            }
+        }
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    settings wanted;
+    for (int i = 1; i < argc; ++i) {
+        const std::string_view key = argv[i];
+        if (key == "--two-devices") {
+            wanted.two_devices = true;
+        } else if (i + 1 < argc && key == "--layers") {
+            wanted.layers = std::atoll(argv[++i]);
+        } else if (i + 1 < argc && key == "--rounds") {
+            wanted.rounds = std::strtoull(argv[++i], nullptr, 10);
+        } else if (i + 1 < argc && key == "--buffer") {
+            wanted.buffer_bytes = std::strtoull(argv[++i], nullptr, 10);
+        } else {
+            std::fprintf(stderr, "nccl_round: what is %s?\n", argv[i]);
+            return 2;
+        }
+    }
+    int wrong = 0;
+    for (const bool packed : {true, false}) {
+        std::printf("%s, %lld layers, %s\n", packed ? "packed" : "unpacked",
+                    static_cast<long long>(wanted.layers),
+                    wanted.two_devices ? "two devices" : "one device");
+        std::fflush(stdout);
+        wrong += pair_of(wanted, packed);
+    }
+    std::printf(wrong == 0 ? "all rounds are equal\n" : "%d rounds differ or failed\n", wrong);
+    return wrong == 0 ? 0 : 1;
+}
