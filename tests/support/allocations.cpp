@@ -38,8 +38,14 @@ std::uint64_t allocations() noexcept { return count; }
 }  // namespace weightwire_tests
 
 #if WEIGHTWIRE_COUNTS_ALLOCATIONS
-// The array and nothrow forms of the standard library call these.
+// The array forms of the standard library call these. Its nothrow form does too, but the address
+// sanitizer's does not, and would miss our delete.
 void* operator new(std::size_t size) { return take(size); }
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+    ++count;
+    return std::malloc(size == 0 ? 1 : size);
+}
+void operator delete(void* block, const std::nothrow_t&) noexcept { std::free(block); }
 void* operator new(std::size_t size, std::align_val_t alignment) {
     return take_aligned(size, alignment);
 }

@@ -5,14 +5,21 @@
 //
 //   test_worker --parameters N --elements E [--ranks R] [--mode flip|copy_in|in_place] [--token T]
 //   [--port P]
-//               [--at begin|prepare|commit --do die|stop|throw [--on RANK] [--in SESSION]]
+//               [--at begin|prepare|copy|commit --do die|stop|throw [--on RANK] [--in SESSION]]
+//
+// `copy` is the middle of a copy_in commit, where the live weights are a mix: the process stops
+// there whatever `--do` says.
 
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <span>
+#include <stop_token>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,6 +29,7 @@
 #include <weightwire/worker.hpp>
 
 #include "small_model.hpp"
+#include "touch_trap.hpp"
 
 namespace {
 
@@ -45,13 +53,23 @@ public:
                                        deadline until) {
         session_ = session.session;
         meet("begin");
+        if (met("copy")) {
+            // Found before readers are kept out; copy_in never moves it.
+            const auto held = table_.acquire();
+            middle_ = held.tensor(held.size() / 2).bytes();
+        }
         return table_.begin(session, parameters, until);
     }
     void group_complete(std::size_t group) { table_.group_complete(group); }
     void prepare(deadline until) {
         table_.prepare(until);
         meet("prepare");
+        if (met("copy")) {
+            tests::stop_at_first_touch(middle_);
+        }
     }
+    void exchange(deadline until, const std::stop_token& stop) { table_.exchange(until, stop); }
+    std::chrono::nanoseconds commit_estimate() const noexcept { return table_.commit_estimate(); }
     void commit(weight_version version) noexcept {
         table_.commit(version);
         meet("commit");
@@ -64,8 +82,11 @@ public:
     auto acquire() { return table_.acquire(); }
 
 private:
+    [[nodiscard]] bool met(std::string_view place) const {
+        return fault_.at == place && fault_.rank == rank_ && fault_.session == session_;
+    }
     void meet(std::string_view place) {
-        if (fault_.at != place || fault_.rank != rank_ || fault_.session != session_) {
+        if (!met(place)) {
             return;
         }
         if (fault_.what == "die") {
@@ -83,7 +104,9 @@ private:
     fault fault_;
     int rank_;
     std::uint64_t session_ = 0;
+    std::span<const std::byte> middle_;  // of the live weights
 };
+static_assert(HasExchange<faulty_table> && HasCommitEstimate<faulty_table>);
 static_assert(explain_weight_sink<faulty_table>());
 
 commit_mode mode_of(std::string_view word) {

@@ -36,6 +36,19 @@ public:
 
     [[nodiscard]] std::string url() const { return "http://127.0.0.1:" + std::to_string(port_); }
     void signal(int number) const { ::kill(process_, number); }
+    /// Whether a signal has stopped it, and nobody has resumed it. Waits a moment for it to be so.
+    [[nodiscard]] bool is_stopped() const {
+        for (int tries = 0; tries < 200; ++tries) {
+            siginfo_t state{};
+            if (::waitid(P_PID, static_cast<id_t>(process_), &state,
+                         WSTOPPED | WNOHANG | WNOWAIT) == 0 &&
+                state.si_pid == process_) {
+                return true;
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds{5});
+        }
+        return false;
+    }
     /// SIGKILL, and waits until it is gone.
     void kill() {
         if (process_ > 0) {
