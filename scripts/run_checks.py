@@ -95,7 +95,7 @@ def check_script(name, command, timeout):
     """A script that prints PASS, FAIL and SKIP lines."""
     heading(name)
     status, output = run(command, timeout)
-    passed = failed = 0
+    passed = failed = skipped = 0
     for line in output.splitlines():
         found = LINE.match(line)
         if not found:
@@ -105,11 +105,12 @@ def check_script(name, command, timeout):
         elif found.group(1) == "SKIP":
             what, _, why = found.group(2).partition(": ")
             totals.skipping(what, why)
+            skipped += 1
         else:
             failed += 1
             totals.failing(found.group(2).partition(": ")[0], found.group(2).partition(": ")[2])
     totals.passing(passed)
-    if (status != 0 and not failed) or (status == 0 and not passed):
+    if (status != 0 and not failed) or (status == 0 and not passed and not skipped):
         print(tail(output))
         totals.failing(name, f"exit status {status}, {passed} checks")
     print(f"   {passed} passed, {failed} failed", flush=True)
@@ -326,17 +327,50 @@ def find_nvcc():
     return nvcc, ""
 
 
-def python_with_safetensors():
-    """An interpreter that has the original safetensors library, in an environment of its own; else this one."""
-    environment = BUILDS / "python"
+def python_with(name, packages, modules):
+    """An interpreter that has these packages, in an environment of its own; else this one."""
+    environment = BUILDS / name
     interpreter = environment / "bin" / "python"
-    needs = [interpreter, "-c", "import safetensors, numpy"]
+    needs = [interpreter, "-c", f"import {', '.join(modules)}"]
     if interpreter.exists() and run(needs, 60)[0] == 0:
         return interpreter
     commands = [[sys.executable, "-m", "venv", "--clear", environment],
-                [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "safetensors", "numpy"],
+                [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages],
                 needs]
-    return interpreter if all(run(command, 180)[0] == 0 for command in commands) else sys.executable
+    return interpreter if all(run(command, 300)[0] == 0 for command in commands) else sys.executable
+
+
+def interop():
+    """Our programs of the gcc build against the originals of torch, vLLM and safetensors."""
+    programs = BUILDS / "gcc" / "tests"
+    python = python_with("python", ["safetensors", "numpy"], ["safetensors", "numpy"])
+    check_script("interop with safetensors", [python, "tests/interop/safetensors_interop.py"], 300)
+    python = python_with("python-torch", ["torch==2.13.0", "numpy", "fastapi", "uvicorn", "requests"],
+                         ["torch", "fastapi", "uvicorn", "requests"])
+    check_script("interop with torch", [python, "tests/interop/tcp_store_interop.py", "--program",
+                                        programs / "test_store"], 300)
+    check_script("interop with vLLM", [python, "tests/interop/vllm_interop.py", "--programs", programs,
+                                       "--cache", BUILDS / "vllm"], 600)
+
+
+def reference_pages():
+    """Doxygen over the headers and documents: a warning is a failure."""
+    heading("reference pages")
+    if not shutil.which("doxygen"):
+        totals.skipping("reference pages", "there is no doxygen")
+        return
+    pages = BUILDS / "docs"
+    shutil.rmtree(pages, ignore_errors=True)
+    pages.mkdir(parents=True)
+    settings = pages / "Doxyfile"
+    settings.write_text((ROOT / "docs" / "Doxyfile").read_text() + f'\nOUTPUT_DIRECTORY = "{pages}"\n')
+    status, output = run(["doxygen", settings], 120)
+    if status == 0 and (pages / "html" / "index.html").exists():
+        totals.passing()
+        return
+    warnings = len(re.findall(r": (?:warning|error): ", output))
+    print(tail(output, 150))
+    totals.failing("reference pages", f"doxygen ended with {status} and {warnings} warnings")
 
 
 def gpu_tests():
@@ -392,7 +426,8 @@ def all_tests(arguments):
                              *(["--nvcc", nvcc] if nvcc else [])], 1200)
     check_script("compile_fail", [*python, "tests/compile_fail/run.py", *each, "--jobs", jobs], 600)
     if have_gcc:
-        check_script("interop", [python_with_safetensors(), "tests/interop/safetensors_interop.py"], 300)
+        interop()
+    reference_pages()
     check_script("code in the documents", [*python, "scripts/check_snippets.py", *each[:2], "--jobs", jobs], 600)
     if not arguments.quick:
         check_script("install and subproject", [*python, "tests/install/run.py"], 600)

@@ -97,6 +97,7 @@ struct to_string_formatter : fmt::formatter<fmt::string_view> {
 
 }  // namespace weightwire
 
+/// @cond  Doxygen does not know fmt's primary template.
 template <>
 struct fmt::formatter<weightwire::dtype>
     : weightwire::detail::to_string_formatter<weightwire::dtype> {};
@@ -133,3 +134,4 @@ struct fmt::formatter<weightwire::bytes>
 template <>
 struct fmt::formatter<weightwire::error>
     : weightwire::detail::to_string_formatter<weightwire::error> {};
+/// @endcond

@@ -129,10 +129,15 @@ TEST_CASE("readers beside 200 commits never see a mix, in any mode") {
                 // Every fifth session is rolled back first; in_place cannot be.
                 if (version % 5 == 0 && mode != commit_mode::in_place) {
                     write_all(open(version), version + 1000);
+                    table.prepare(deadline::after(60s));
+                    table.exchange(deadline::after(60s));
                     table.rollback();
                 }
                 write_all(open(version), version);
                 table.prepare(deadline::after(60s));
+                if (version % 2 == 0) {
+                    table.exchange(deadline::after(60s));
+                }
                 table.commit(version);
                 std::this_thread::sleep_for(200us);
             }

@@ -67,11 +67,12 @@ struct everything : archetypes::weight_source {
     std::list<named_tensor> weights(std::size_t) { return {}; }
     std::vector<std::string> held_names() const { return {}; }
     std::vector<std::size_t> groups() const { return {}; }
+    void read(const named_tensor&, std::uint64_t, std::span<std::byte>) const {}
 };
 static_assert(WeightSource<everything> && HasHeldNames<everything> && HasGroups<everything> &&
-              HasGroupWeights<everything> && HasLifetime<everything>);
+              HasGroupWeights<everything> && HasRead<everything> && HasLifetime<everything>);
 static_assert(!HasHeldNames<archetypes::weight_source> && !HasGroups<archetypes::weight_source> &&
-              !HasGroupWeights<archetypes::weight_source> &&
+              !HasGroupWeights<archetypes::weight_source> && !HasRead<archetypes::weight_source> &&
               !HasLifetime<archetypes::weight_source>);
 static_assert(lifetime_of<everything>() == tensor_lifetime::stable);
 static_assert(lifetime_of<const everything&>() == tensor_lifetime::stable);
@@ -275,7 +276,31 @@ static_assert(!HasSnapshots<archetypes::weight_sink> && !HasCommitMode<archetype
               !HasBouncedDestinations<archetypes::weight_sink>);
 static_assert(!HasStoppableBegin<archetypes::weight_sink> &&
               !HasStoppablePrepare<archetypes::weight_sink> &&
-              !HasCommitEstimate<archetypes::weight_sink>);
+              !HasCommitEstimate<archetypes::weight_sink> && !HasExchange<archetypes::weight_sink>);
+
+// What a sink on a device adds, and each of it almost.
+struct on_a_device : archetypes::weight_sink {
+    weightwire::device device() const { return {memory_kind::cuda, 1}; }
+    void tensor_digests(std::span<const tensor_view>, std::span<std::uint64_t>, deadline,
+                        const std::stop_token&) {}
+    void clear_tensor(const mutable_tensor_view&) {}
+};
+struct device_as_number : archetypes::weight_sink {
+    int device() const { return 1; }
+};
+struct digests_for_ever : archetypes::weight_sink {
+    void tensor_digests(std::span<const tensor_view>, std::span<std::uint64_t>) {}
+};
+struct clears_nothing : archetypes::weight_sink {
+    void clear_tensor() {}
+};
+static_assert(WeightSink<on_a_device> && HasDevice<on_a_device> && HasDevice<on_a_device&> &&
+              HasTensorDigests<on_a_device> && HasTensorClear<on_a_device>);
+static_assert(!HasDevice<archetypes::weight_sink> && !HasTensorDigests<archetypes::weight_sink> &&
+              !HasTensorClear<archetypes::weight_sink>);
+static_assert(!HasDevice<device_as_number>);
+static_assert(!HasTensorDigests<digests_for_ever>);
+static_assert(!HasTensorClear<clears_nothing>);
 
 }  // namespace sink_mutants
 

@@ -60,11 +60,11 @@ TEST_CASE("parts cover the manifest in order, and each has a vLLM body") {
     CHECK(halves.sender().parts().size() == 5);
     CHECK(next == halves.parameters().size());
     // 6-bit types have no torch name, so this manifest cannot be spoken to vLLM.
-    CHECK(halves.sender().parts().front().vllm_body.empty());
+    CHECK(halves.sender().parts().front().vllm_bodies.empty());
     rig torch{{.parts = 3}, testing::random_manifest(1, true), {1}, tensor_lifetime::stable, true};
     next = 0;
     for (const auto& part : torch.sender().parts()) {
-        const auto request = wire::parse_vllm_update(part.vllm_body);
+        const auto request = wire::parse_vllm_update(part.vllm_bodies.at(0));
         const auto& named = request.entries.front().parameters;
         REQUIRE(named.size() == part.count);
         for (std::size_t i = 0; i < named.size(); ++i) {
