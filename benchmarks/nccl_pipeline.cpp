@@ -20,7 +20,6 @@
 //   nccl_pipeline [--layers N] [--buffer MiB] [--wire GB/s] [--rounds N]
 
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -47,31 +46,8 @@
 #include <weightwire/plan/coverage.hpp>
 
 #include "../tests/support/allocations.hpp"
+#include "../tests/support/device_allocations.hpp"
 #include "support/parameter_lists.hpp"
-
-namespace {
-
-std::atomic<std::uint64_t> device_allocations{0};
-
-template <class Function>
-Function next_symbol(const char* name) {
-    return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
-}
-
-}  // namespace
-
-// Interposed, to count: the runtime's own are found behind these.
-extern "C" cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
-    ++device_allocations;
-    static const auto next = next_symbol<cudaError_t (*)(void**, std::size_t)>("cudaMalloc");
-    return next(memory, bytes);
-}
-extern "C" cudaError_t cudaHostAlloc(void** memory, std::size_t bytes, unsigned int flags) {
-    ++device_allocations;
-    static const auto next =
-        next_symbol<cudaError_t (*)(void**, std::size_t, unsigned int)>("cudaHostAlloc");
-    return next(memory, bytes, flags);
-}
 
 namespace {
 
@@ -366,14 +342,14 @@ public:
         for (int i = -3; i < wanted_.rounds; ++i) {
             const auto copy = copies();
             const bool counts = i >= 0;
-            const auto before = device_allocations.load();
+            const auto before = weightwire_tests::device_allocations.load();
             const auto once = one_round();
             if (counts) {
                 copied.push_back(copy);
                 rounds.push_back(once.seconds);
                 hosts.push_back(once.host);
                 out.host_allocations += once.allocations;
-                out.device_allocations += device_allocations.load() - before;
+                out.device_allocations += weightwire_tests::device_allocations.load() - before;
             }
             verify();
         }

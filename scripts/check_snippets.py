@@ -22,6 +22,8 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path.insert(0, str(ROOT / "tests" / "headers"))
+from check_headers import cuda_include, nccl_include  # noqa: E402
 from report import Report, default_jobs, in_parallel, run  # noqa: E402
 
 PART = re.compile(r"<!-- prelude\n(?P<prelude>.*?)-->|^```(?:cpp|c\+\+)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
@@ -43,12 +45,16 @@ def snippets_of(text):
             yield line, None
 
 
+def needs_nccl(text):
+    return "weightwire/backends/nccl/" in text
+
+
 def compile_problem(compiler, text):
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / "snippet.cpp"
         source.write_text(text, encoding="utf-8")
         status, output = run([*compiler, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-unused",
-                              "-DFMT_HEADER_ONLY", f"-I{ROOT / 'include'}", source])
+                              "-DFMT_HEADER_ONLY", f"-I{ROOT / 'include'}", *cuda_include(), *nccl_include(), source])
     return "" if status == 0 else "\n".join(output.strip().splitlines()[:30])
 
 
@@ -67,6 +73,10 @@ def main():
             elif name == "README.md":
                 report.check(f"snippet {name}:{line}", "the block has neither an #include nor a prelude")
     compiler = shlex.split(arguments.compiler)
+    if compile_problem(compiler, "#include <nccl.h>\n"):
+        for name, _ in [item for item in found if needs_nccl(item[1])]:
+            report.skip(name, "needs the headers of CUDA and NCCL")
+        found = [item for item in found if not needs_nccl(item[1])]
     for (name, _), problem in zip(found, in_parallel(arguments.jobs, lambda item: compile_problem(compiler, item[1]),
                                                      found)):
         report.check(name, problem)

@@ -340,6 +340,19 @@ def python_with(name, packages, modules):
     return interpreter if all(run(command, 300)[0] == 0 for command in commands) else sys.executable
 
 
+def nvidia_wheels():
+    """NCCL and NVRTC from NVIDIA's wheels, and the CUDA runtime where there is no toolkit: an environment that builds
+    and programs find. What cannot be had makes skips by name."""
+    wheels = ["nvidia-nccl-cu13==2.28.9", "nvidia-cuda-nvrtc==13.0.88"]
+    if not any(pathlib.Path("/usr/local").glob("cuda*/include/cuda_runtime_api.h")):
+        wheels += ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"]
+    environment = BUILDS / "python-nvidia"
+    if python_with(environment.name, wheels, ["nvidia.nccl", "nvidia.cu13"]) == sys.executable:
+        totals.skipping("NVIDIA's wheels", "they cannot be installed here")
+        return
+    os.environ["VIRTUAL_ENV"] = str(environment)
+
+
 def interop():
     """Our programs of the gcc build against the originals of torch, vLLM and safetensors."""
     programs = BUILDS / "gcc" / "tests"
@@ -398,6 +411,7 @@ def all_tests(arguments):
     python = [sys.executable]
     jobs = arguments.jobs
     check_script("layering", [*python, "tests/headers/layering.py"], 60)
+    nvidia_wheels()
     clang = arguments.clang or shutil.which("clang++")
     if clang and version_of(clang) < 16:
         clang = None

@@ -20,6 +20,8 @@ import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "support"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "scripts"))
+from find_nvidia_wheel import find, places  # noqa: E402
 from report import Report, default_jobs, in_parallel, run  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -32,6 +34,7 @@ LIBRARIES = {
     "fmt/": ("fmt", "fmt/core.h"),
     "nlohmann/": ("nlohmann/json", "nlohmann/json.hpp"),
     "cuda_runtime": ("the CUDA runtime", "cuda_runtime_api.h"),
+    "nccl.h": ("NCCL", "nccl.h"),
 }
 NOT_FOR_NVCC = ("weightwire/http/", "weightwire/adapters/", "weightwire/fmt.hpp", "curl/", "boost/", "range/", "fmt/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
@@ -58,12 +61,19 @@ class Tree:
         return sorted({prefix for prefix in LIBRARIES for other in self.reach(name) if other.startswith(prefix)})
 
 
+def nccl_include():
+    """Where NCCL's header is, when it is in a wheel."""
+    found = find("nccl.h", "libnccl.so", places())
+    return [f"-I{found[0]}"] if found else []
+
+
 def cuda_include():
-    """Where the headers of CUDA are, for a compiler that is not nvcc; nothing where there is no toolkit."""
+    """Where the headers of CUDA are, for a compiler that is not nvcc: in a toolkit or in a wheel."""
     for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if root and pathlib.Path(root, "include", "cuda_runtime_api.h").is_file():
             return [f"-I{root}/include"]
-    return []
+    found = find("cuda_runtime_api.h", "libcudart.so", places())
+    return [f"-I{found[0]}"] if found else []
 
 
 def last_lines(text, count=40):
@@ -80,8 +90,8 @@ def compile_one(command, source, text):
 
 def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
     label = pathlib.Path(compiler[-1]).name
-    command = [*compiler, "-std=c++20", "-O0", *WARNINGS, f"-I{tree.include}", *cuda_include(), "-DFMT_HEADER_ONLY",
-               *flags]
+    command = [*compiler, "-std=c++20", "-O0", *WARNINGS, f"-I{tree.include}", *cuda_include(), *nccl_include(),
+               "-DFMT_HEADER_ONLY", *flags]
     absent = {}
     for prefix, (library, probe) in LIBRARIES.items():
         if compile_one(command, work / "probe.cpp", f"#include <{probe}>\n"):
@@ -120,10 +130,14 @@ def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
 
 
 def check_nvcc(report, tree, nvcc, jobs, work):
-    command = [*nvcc, "-std=c++20", "-O0", f"-I{tree.include}", "-Xcompiler", "-Wall", "-Werror", "all-warnings"]
+    command = [*nvcc, "-std=c++20", "-O0", f"-I{tree.include}", *nccl_include(), "-Xcompiler", "-Wall", "-Werror",
+               "all-warnings"]
+    has_nccl = not compile_one(command, work / "probe.cu", "#include <nccl.h>\n")
     folders = {}
     for name in tree.headers:
-        if not any(other.startswith(NOT_FOR_NVCC) for other in {name, *tree.reach(name)}):
+        if not has_nccl and "nccl.h" in tree.libraries(name):
+            report.skip(f"header {name} as .cu [nvcc]", "needs NCCL")
+        elif not any(other.startswith(NOT_FOR_NVCC) for other in {name, *tree.reach(name)}):
             folders.setdefault(pathlib.PurePosixPath(name).parent.as_posix(), []).append(name)
 
     def folder_as_cuda(folder):

@@ -64,8 +64,6 @@ struct trainer_init_info {
     /// Towards vLLM, packed: send a tensor of no dimensions as one of shape [1], which vLLM can
     /// take. Without it such a tensor is an error.
     bool zero_dim_as_one = false;
-    /// Digest every tensor while it is sent; workers of ours compare before they commit.
-    bool verify = false;
 
     /// The parameters that travel.
     [[nodiscard]] wire_parameters wire() const noexcept {
