@@ -277,7 +277,7 @@ TEST_CASE("a worker that waits keeps its deadline and its stop") {
         trainer_half trainer{parameters, how, {1}};
         worker_half worker{parameters, 1};
         worker.open(trainer.wire_parameters(), trainer.inits[0].native);
-        CHECK_THROWS_AS(worker.receive(1, soon()), weightwire::timeout_error);
+        CHECK_THROWS_AS(worker.receive(1, briefly()), weightwire::timeout_error);
         std::stop_source stop;
         const std::jthread later{[&] {
             std::this_thread::sleep_for(50ms);

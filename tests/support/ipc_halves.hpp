@@ -27,7 +27,7 @@ inline weightwire::deadline in_time() {
     return weightwire::deadline::after(std::chrono::minutes{1});
 }
 /// What must give up.
-inline weightwire::deadline soon() {
+inline weightwire::deadline briefly() {
     return weightwire::deadline::after(std::chrono::milliseconds{150});
 }
 

@@ -410,7 +410,7 @@ TEST_CASE("a peer that is not ours, and weights that are not in host memory, are
     weightwire::round_of<tests::views_source> walk{source, parameters};
     auto stream = walk.stream();
     try {
-        trainer.sender.send(1, 0, stream, soon(), {});
+        trainer.sender.send(1, 0, stream, briefly(), {});
         FAIL("it was sent");
     } catch (const weightwire::timeout_error&) {
         FAIL("it waited");
@@ -568,7 +568,7 @@ TEST_CASE("a round that was used already, and a second part, are refused") {
     CHECK_THROWS_AS(trainer.send(2), weightwire::usage_error);
     CHECK_THROWS_AS(worker.receive(3), weightwire::peer_error);  // it is over
     CHECK_THROWS_AS(worker.receive(0), weightwire::protocol_error);
-    CHECK_THROWS_AS(worker.receive(4, soon()), weightwire::timeout_error);  // it never began
+    CHECK_THROWS_AS(worker.receive(4, briefly()), weightwire::timeout_error);  // it never began
     trainer.sender.close(in_time());
     CHECK_THROWS_AS(trainer.send(5), weightwire::usage_error);
     CHECK_THROWS_AS(worker.receive(5), weightwire::peer_error);
