@@ -28,7 +28,7 @@ namespace shm = weightwire::shm;
 using namespace std::chrono_literals;
 using tests::in_time;
 using tests::soon;
-using tests::trainer_half;
+using tests::ipc_trainer_half;
 using tests::travel;
 using tests::worker_half;
 
@@ -42,7 +42,7 @@ bool has(std::string_view text, std::string_view part) {
 
 /// A worker process that says `s` when it comes to tensor `stops_at` of the first round and then
 /// waits for a character; leaves the text of its error, or `done`.
-tests::forked blocking_worker(const weightwire::manifest& parameters, const trainer_half& trainer,
+tests::forked blocking_worker(const weightwire::manifest& parameters, const ipc_trainer_half& trainer,
                               int rank, std::size_t peer) {
     return tests::forked{[&, rank, peer](tests::channel& parent) {
         worker_half worker{parameters, rank};
@@ -62,7 +62,7 @@ tests::forked blocking_worker(const weightwire::manifest& parameters, const trai
 
 /// A worker process that receives the rounds that it is told, and says for each whether it has
 /// them.
-tests::forked willing_worker(const weightwire::manifest& parameters, const trainer_half& trainer,
+tests::forked willing_worker(const weightwire::manifest& parameters, const ipc_trainer_half& trainer,
                              int rank, std::size_t peer) {
     return tests::forked{[&, rank, peer](tests::channel& parent) {
         worker_half worker{parameters, rank};
@@ -82,7 +82,7 @@ TEST_CASE("a reader that is killed in a round does not hold up the others once i
     const auto parameters = tests::awkward_model();
     for (const auto how : all_ways) {
         CAPTURE(static_cast<int>(how));
-        trainer_half trainer{parameters, how, {1, 1}};
+        ipc_trainer_half trainer{parameters, how, {1, 1}};
         auto dies = blocking_worker(parameters, trainer, 1, 0);
         auto lives = willing_worker(parameters, trainer, 2, 1);
         REQUIRE(dies.to().take<char>() == 'o');
@@ -118,7 +118,7 @@ TEST_CASE(
         for (const bool same_round : {true, false}) {
             CAPTURE(static_cast<int>(how));
             CAPTURE(same_round);
-            trainer_half trainer{parameters, how, {1, 1}};
+            ipc_trainer_half trainer{parameters, how, {1, 1}};
             auto stops = blocking_worker(parameters, trainer, 1, 0);
             auto lives = willing_worker(parameters, trainer, 2, 1);
             REQUIRE(stops.to().take<char>() == 'o');
@@ -158,7 +158,7 @@ TEST_CASE("a trainer that is killed in a round is seen as dead, long before the 
             std::array<char, 8192> transport{};
         };
         tests::forked trainer{[&](tests::channel& parent) {
-            trainer_half half{parameters, how, {1}};
+            ipc_trainer_half half{parameters, how, {1}};
             text_type text;
             half.wire_parameters().copy(text.wire.data(), 8191);
             half.inits[0].native.copy(text.transport.data(), 8191);
@@ -191,7 +191,7 @@ TEST_CASE("a round that the trainer gives up ends at its workers at once") {
     const auto parameters = tests::awkward_model();
     for (const auto how : all_ways) {
         CAPTURE(static_cast<int>(how));
-        trainer_half trainer{parameters, how, {1}};
+        ipc_trainer_half trainer{parameters, how, {1}};
         tests::forked child{[&](tests::channel& parent) {
             worker_half worker{parameters, 1};
             worker.open(trainer.wire_parameters(), trainer.inits[0].native);
@@ -223,7 +223,7 @@ TEST_CASE("a trainer whose readers are slow keeps its deadline and its stop, nam
     const auto parameters = tests::awkward_model();
     for (const auto how : all_ways) {
         CAPTURE(static_cast<int>(how));
-        trainer_half trainer{parameters, how, {3}};
+        ipc_trainer_half trainer{parameters, how, {3}};
         std::vector<worker_half> quick;
         quick.reserve(2);
         quick.emplace_back(parameters, 1).open(trainer.wire_parameters(), trainer.inits[0].native);
@@ -259,7 +259,7 @@ TEST_CASE("a peer that never comes is left behind when another is done") {
     const auto parameters = tests::awkward_model();
     for (const auto how : all_ways) {
         CAPTURE(static_cast<int>(how));
-        trainer_half trainer{parameters, how, {1, 1}};
+        ipc_trainer_half trainer{parameters, how, {1, 1}};
         auto comes = willing_worker(parameters, trainer, 1, 0);
         REQUIRE(comes.to().take<char>() == 'o');
         comes.to().put(std::uint64_t{1});
@@ -274,7 +274,7 @@ TEST_CASE("a peer that never comes is left behind when another is done") {
 TEST_CASE("a worker that waits keeps its deadline and its stop") {
     const auto parameters = tests::awkward_model();
     for (const auto how : all_ways) {
-        trainer_half trainer{parameters, how, {1}};
+        ipc_trainer_half trainer{parameters, how, {1}};
         worker_half worker{parameters, 1};
         worker.open(trainer.wire_parameters(), trainer.inits[0].native);
         CHECK_THROWS_AS(worker.receive(1, briefly()), weightwire::timeout_error);
@@ -290,7 +290,7 @@ TEST_CASE("a worker that waits keeps its deadline and its stop") {
 
 TEST_CASE("counters that lie are refused on both sides") {
     const auto parameters = tests::awkward_model();
-    trainer_half trainer{parameters, travel::window, {1}};
+    ipc_trainer_half trainer{parameters, travel::window, {1}};
     const auto message = ipc::decode_transport_message(trainer.inits[0].native);
     const auto mapped =
         shm::mapping::open(message.control, {.use = shm::sharing::writable, .what = "control"});
@@ -318,7 +318,7 @@ TEST_CASE("counters that lie are refused on both sides") {
 TEST_CASE("a worker that cannot trace the trainer is told so") {
     const auto parameters = tests::awkward_model();
     tests::forked trainer{[&](tests::channel& parent) {
-        trainer_half half{parameters, travel::window, {1}};
+        ipc_trainer_half half{parameters, travel::window, {1}};
         ::prctl(PR_SET_DUMPABLE, 0);
         std::array<char, 8192> transport{};
         half.inits[0].native.copy(transport.data(), 8191);

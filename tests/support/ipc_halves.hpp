@@ -140,9 +140,9 @@ inline weightwire::ipc::trainer_init_info info_of(travel how) {
 }
 
 /// The trainer's half with its weights. `peers[i]` is how many ranks peer `i` has.
-class trainer_half {
+class ipc_trainer_half {
 public:
-    trainer_half(const weightwire::manifest& parameters, travel how, std::vector<int> ranks,
+    ipc_trainer_half(const weightwire::manifest& parameters, travel how, std::vector<int> ranks,
                  weightwire::ipc::trainer_init_info info)
         : parameters_{parameters}, info_{info}, weights{parameters}, sender{info_} {
         int next = 1;
@@ -163,8 +163,8 @@ public:
                                    ? weights.views()
                                    : std::span<const weightwire::tensor_view>{}});
     }
-    trainer_half(const weightwire::manifest& parameters, travel how, std::vector<int> ranks)
-        : trainer_half{parameters, how, std::move(ranks), info_of(how)} {}
+    ipc_trainer_half(const weightwire::manifest& parameters, travel how, std::vector<int> ranks)
+        : ipc_trainer_half{parameters, how, std::move(ranks), info_of(how)} {}
 
     /// Fills the weights for `round` and sends them. `before(i)` runs before tensor `i` is yielded.
     void send(std::uint64_t round, weightwire::deadline until = in_time(),

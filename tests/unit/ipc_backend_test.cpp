@@ -29,7 +29,7 @@ namespace ipc = weightwire::ipc;
 namespace shm = weightwire::shm;
 using tests::in_time;
 using tests::soon;
-using tests::trainer_half;
+using tests::ipc_trainer_half;
 using tests::travel;
 using tests::worker_half;
 
@@ -107,7 +107,7 @@ TEST_CASE("a ring that is exactly full, and gaps that hold nothing, hold nobody 
         {.packed = true, .packed_buffer_size_bytes = 700'001, .packed_num_buffers = 3}};
     for (const auto& info : ways) {
         CAPTURE(info.init_message());
-        trainer_half trainer{parameters, travel::window, {1, 1}, info};
+        ipc_trainer_half trainer{parameters, travel::window, {1, 1}, info};
         worker_half one{parameters, 1};
         worker_half two{parameters, 2};
         one.open(trainer.wire_parameters(), trainer.inits[0].native);
@@ -142,7 +142,7 @@ TEST_CASE("random tensors pass through random rings") {
         info.packed_buffer_size_bytes = static_cast<std::uint64_t>(largest) + random() % 1000;
         info.packed_num_buffers = 1 + random() % 3;
         CAPTURE(info.init_message());
-        trainer_half trainer{parameters, travel::window, {1}, info};
+        ipc_trainer_half trainer{parameters, travel::window, {1}, info};
         worker_half worker{parameters, 1};
         worker.open(trainer.wire_parameters(), trainer.inits[0].native);
         for (std::uint64_t round = 1; round <= 3; ++round) {
@@ -159,7 +159,7 @@ TEST_CASE("several worker processes read the same rounds at once, whatever the w
     const auto parameters = tests::awkward_model();
     for (const auto how : all_ways) {
         CAPTURE(static_cast<int>(how));
-        trainer_half trainer{parameters, how, {1, 2}};
+        ipc_trainer_half trainer{parameters, how, {1, 2}};
         const auto child = [&](int rank) {
             const auto peer = rank == 1 ? 0U : 1U;
             return [&, rank, peer](tests::channel& parent) {
@@ -188,21 +188,21 @@ TEST_CASE("several worker processes read the same rounds at once, whatever the w
 
 TEST_CASE("what was chosen is said before the first round, with the memory it costs") {
     const auto parameters = tests::awkward_model();
-    const trainer_half shared{parameters, travel::in_place, {1}};
+    const ipc_trainer_half shared{parameters, travel::in_place, {1}};
     CHECK(has(shared.sender.description(), "9 of 10 tensors are read in place"));
     CHECK(shared.sender.allocated_bytes() < 4096);
-    const trainer_half window{parameters, travel::window, {1}};
+    const ipc_trainer_half window{parameters, travel::window, {1}};
     CHECK(has(window.sender.description(), "window of 131072 bytes"));
     CHECK(has(window.sender.description(), "because they do not lie in sealed shared memory"));
     CHECK(window.sender.allocated_bytes() >= 131072);
-    const trainer_half packed{parameters, travel::packed, {1}};
+    const ipc_trainer_half packed{parameters, travel::packed, {1}};
     CHECK(has(packed.sender.description(), "packed, 3 chunks a round through 2 buffers of 810001"));
     CHECK(packed.sender.allocated_bytes() >= 2 * 810'001);
 }
 
 TEST_CASE("packed buffers are not larger than the weights") {
     const auto parameters = tests::awkward_model();
-    const trainer_half trainer{parameters, travel::packed, {1}, {.packed = true}};
+    const ipc_trainer_half trainer{parameters, travel::packed, {1}, {.packed = true}};
     CHECK(trainer.sender.allocated_bytes() < parameters.total_bytes() + 4096);
 }
 
@@ -240,7 +240,7 @@ TEST_CASE("only what lies in shared memory is read in place; the rest of the sou
 
 TEST_CASE("a stable source that moves a tensor is an error that names it") {
     const auto parameters = tests::awkward_model();
-    trainer_half trainer{parameters, travel::in_place, {1}};
+    ipc_trainer_half trainer{parameters, travel::in_place, {1}};
     std::vector<weightwire::tensor_view> views{trainer.weights.views().begin(),
                                                trainer.weights.views().end()};
     std::vector<std::byte> elsewhere(views[3].byte_size());
@@ -261,7 +261,7 @@ TEST_CASE("a packed tensor that does not fit names itself and the size it needs"
     auto info = tests::info_of(travel::packed);
     info.packed_buffer_size_bytes = 801'999;
     try {
-        const trainer_half trainer{parameters, travel::packed, {1}, info};
+        const ipc_trainer_half trainer{parameters, travel::packed, {1}, info};
         FAIL("it was planned");
     } catch (const weightwire::data_error& failed) {
         CHECK(failed.context().tensor == "embed");
@@ -279,7 +279,7 @@ TEST_CASE("sizes out of bounds are refused by the sender and by the receiver") {
         {.packed = true, .packed_num_buffers = 0},
         {.packed = true, .packed_num_buffers = 5000}};
     for (const auto& info : wrong) {
-        CHECK_THROWS_AS((trainer_half{parameters, travel::window, {1}, info}),
+        CHECK_THROWS_AS((ipc_trainer_half{parameters, travel::window, {1}, info}),
                         weightwire::usage_error);
         CHECK_THROWS_AS(static_cast<void>(ipc::decode_wire_parameters(info.init_message())),
                         weightwire::protocol_error);
@@ -332,8 +332,8 @@ TEST_CASE(
 
 TEST_CASE("a transport message that contradicts the plan is refused before any byte is read") {
     const auto parameters = tests::awkward_model();
-    trainer_half trainer{parameters, travel::in_place, {1}};
-    trainer_half window{parameters, travel::window, {1}};
+    ipc_trainer_half trainer{parameters, travel::in_place, {1}};
+    ipc_trainer_half window{parameters, travel::window, {1}};
     const auto wire = trainer.wire_parameters();
     const auto good = ipc::decode_transport_message(trainer.inits[0].native);
     const auto refused = [&](auto change) {
@@ -365,7 +365,7 @@ TEST_CASE("a transport message that contradicts the plan is refused before any b
 
 TEST_CASE("an init ends at its deadline between two mappings, not after all of them") {
     const auto parameters = tests::awkward_model();
-    trainer_half trainer{parameters, travel::in_place, {1}};
+    ipc_trainer_half trainer{parameters, travel::in_place, {1}};
     const auto wire = trainer.wire_parameters();
     auto message = ipc::decode_transport_message(trainer.inits[0].native);
     // The same memory very often: a model of many segments.
@@ -401,7 +401,7 @@ TEST_CASE("a peer that is not ours, and weights that are not in host memory, are
     } catch (const weightwire::unsupported_error& failed) {
         CHECK(failed.context().peer == "http://vllm");
     }
-    trainer_half trainer{parameters, travel::window, {1}};
+    ipc_trainer_half trainer{parameters, travel::window, {1}};
     std::vector<weightwire::tensor_view> views{trainer.weights.views().begin(),
                                                trainer.weights.views().end()};
     views[0] = {views[0].data(), views[0].type(), views[0].extents(),
@@ -446,7 +446,7 @@ TEST_CASE("a transform changes what is sent, and the digests are of the changed 
         auto info = tests::info_of(how);
         info.verify = true;
         info.transform = {.function = &flip_bits, .context = &key};
-        trainer_half trainer{parameters, how, {1}, info};
+        ipc_trainer_half trainer{parameters, how, {1}, info};
         if (how != travel::packed) {
             CHECK(has(trainer.sender.description(), "because they are altered on the way"));
         }
@@ -475,7 +475,7 @@ TEST_CASE("a tampering hook corrupts after the digest was taken") {
     auto info = tests::info_of(travel::in_place);
     info.verify = true;
     info.tamper = {.function = &corrupt_big, .context = &calls};
-    trainer_half trainer{parameters, travel::in_place, {1}, info};
+    ipc_trainer_half trainer{parameters, travel::in_place, {1}, info};
     worker_half worker{parameters, 1};
     worker.open(trainer.wire_parameters(), trainer.inits[0].native);
     {
@@ -495,7 +495,7 @@ TEST_CASE("digests are those of the bytes in every way, and none without verify"
     for (const auto how : all_ways) {
         auto info = tests::info_of(how);
         info.verify = true;
-        trainer_half trainer{parameters, how, {1}, info};
+        ipc_trainer_half trainer{parameters, how, {1}, info};
         worker_half worker{parameters, 1};
         worker.open(trainer.wire_parameters(), trainer.inits[0].native);
         for (std::uint64_t round = 1; round <= 2; ++round) {
@@ -507,7 +507,7 @@ TEST_CASE("digests are those of the bytes in every way, and none without verify"
             }
         }
     }
-    const trainer_half silent{parameters, travel::window, {1}};
+    const ipc_trainer_half silent{parameters, travel::window, {1}};
     CHECK(silent.sender.digests().empty());
 }
 
@@ -524,7 +524,7 @@ TEST_CASE("from the third round on neither side allocates") {
         CAPTURE(static_cast<int>(how));
         auto info = tests::info_of(how);
         info.verify = true;
-        trainer_half trainer{parameters, how, {1}, info};
+        ipc_trainer_half trainer{parameters, how, {1}, info};
         tests::forked child{[&](tests::channel& parent) {
             worker_half worker{parameters, 1};
             worker.open(trainer.wire_parameters(), trainer.inits[0].native);
@@ -557,7 +557,7 @@ TEST_CASE("from the third round on neither side allocates") {
 
 TEST_CASE("a round that was used already, and a second part, are refused") {
     const auto parameters = tests::awkward_model();
-    trainer_half trainer{parameters, travel::window, {1}};
+    ipc_trainer_half trainer{parameters, travel::window, {1}};
     worker_half worker{parameters, 1};
     worker.open(trainer.wire_parameters(), trainer.inits[0].native);
     {
