@@ -24,6 +24,7 @@ BUILDS = ROOT / "build-test"
 SUMMARY = re.compile(r"\[doctest\] test cases:\s*(\d+)\s*\|\s*(\d+) passed\s*\|\s*(\d+) failed")
 LINE = re.compile(r"^(PASS|FAIL|SKIP) (.+)$")
 FUZZ_SECONDS = 10
+PARTS = {"unit_threads": 4, "fault": 2}  # suites that run in so many processes
 # Suites that the thread sanitizer sees.
 THREADED = ("unit_threads", "integration", "fault")
 
@@ -82,8 +83,8 @@ def run(command, timeout, environment=None, cwd=ROOT):
 
 
 def at_once(function, items):
-    """function(item) for all items, as many at a time as there are processors and one more: most tests wait."""
-    with concurrent.futures.ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)) + 1) as pool:
+    """function(item) for all items, as many at a time as there are processors and two more: most tests wait."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)) + 2) as pool:
         list(pool.map(function, items))
 
 
@@ -166,15 +167,30 @@ def remarks_in(output):
     return list(failed), skipped
 
 
-def run_suite(label, executable, timeout, environment=None, launcher=()):
-    """One doctest executable; its test cases are counted."""
+def parts_of(executables, environment=None, launcher=()):
+    """(executable, arguments) of what may run side by side: long suites in several parts."""
+    for executable in executables:
+        parts = PARTS.get(executable.name, 1)
+        counted = re.search(r"filters: (\d+)", run([*launcher, executable, "--count"], 60, environment)[1]) \
+            if parts > 1 and executable.exists() else None
+        if not counted:
+            yield executable, None
+            continue
+        bounds = [int(counted.group(1)) * part // parts for part in range(parts + 1)]
+        for first, last in zip(bounds, bounds[1:]):
+            yield executable, range(first + 1, last + 1)
+
+
+def run_suite(label, executable, timeout, environment=None, launcher=(), part=None):
+    """One doctest executable, or the test cases of a range; they are counted."""
     name = f"{executable.name} [{label}]"
     if not executable.exists():
         totals.failing(name, "was not built")
         return
     start = time.monotonic()
+    arguments = [f"--first={part[0]}", f"--last={part[-1]}"] if part else []
     with tempfile.TemporaryDirectory() as folder:  # tests run from any directory
-        status, output = run([*launcher, executable], timeout, environment, folder)
+        status, output = run([*launcher, executable, *arguments], timeout, environment, folder)
     summaries = SUMMARY.findall(output)
     named, skipped = remarks_in(output)
     for test_case, why in skipped.items():
@@ -184,6 +200,8 @@ def run_suite(label, executable, timeout, environment=None, launcher=()):
         totals.failing(name, f"ended with status {status} before its summary")
         return
     total, passed, failed = (int(number) for number in summaries[-1])
+    if part:  # doctest's sum takes all for passed that are not in the range
+        total, passed = len(part), len(part) - failed
     totals.passing(passed - len(skipped))
     for number in range(failed):
         totals.failing(f"{name}: {named[number] if number < len(named) else 'another test case'}", "see below")
@@ -228,14 +246,15 @@ def with_gcc(jobs, programs):
     heading("g++: build")
     build = BUILDS / "gcc"
     environment = {"CC": "gcc", "CXX": "ccache g++" if shutil.which("ccache") else "g++"}
-    if not configure(build, environment, ["-Doptimization=1", "-Dtests=enabled", "-Dfuzz=disabled",
+    # Not optimized: that takes two thirds of the time to compile.
+    if not configure(build, environment, ["-Doptimization=0", "-Dtests=enabled", "-Dfuzz=disabled",
                                           *programs]):
         totals.failing("configuration [g++]")
         return
     build_all("g++", build, jobs)
     heading("g++: tests")
     count_static("g++", build)
-    at_once(lambda executable: run_suite("g++", executable, 400), suites_of(build))
+    at_once(lambda part: run_suite("g++", part[0], 400, part=part[1]), parts_of(suites_of(build)))
 
 
 def sanitizer_launcher(clang, sanitizer, folder):
@@ -279,7 +298,8 @@ def with_clang(clang, label, sanitizer, jobs, programs, suites=None, fuzz=False)
     }
     if suites is None:
         count_static(label, build)
-    at_once(lambda executable: run_suite(label, executable, 600, environment, launcher), executables)
+    at_once(lambda part: run_suite(label, part[0], 600, environment, launcher, part[1]),
+            parts_of(executables, environment, launcher))
     if fuzz:
         run_fuzz_targets(build, launcher, environment)
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every public header in two translation units and links them.
 
-With the first compiler every header has a unit of its own that includes it alone, twice: it needs nothing before it and
+With the last compiler every header has a unit of its own that includes it alone, twice: it needs nothing before it and
 may come again. With every compiler one unit includes all headers in order, another in reverse: no order is needed. These
 are linked into one executable, so a function or variable that is not inline is a duplicate symbol.
 
@@ -196,7 +196,7 @@ def main():
     for number, compiler in enumerate(arguments.compiler):
         with tempfile.TemporaryDirectory() as work:
             check_host_compiler(report, tree, shlex.split(compiler), flags, arguments.jobs, pathlib.Path(work),
-                                alone=number == 0)
+                                alone=number + 1 == len(arguments.compiler))
     if arguments.compiler:
         self_test(report, shlex.split(arguments.compiler[0]), flags, arguments.jobs)
     if arguments.nvcc:

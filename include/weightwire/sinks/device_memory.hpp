@@ -92,7 +92,8 @@ public:
         }
     }
 
-    /// @copydoc detail::device_digests::compute
+    /// The digest of each tensor, computed on the device.
+    /// @param results one a tensor. @throws timeout_error, cancelled_error, resource_error.
     void digests(std::span<const tensor_view> tensors, std::span<std::uint64_t> results,
                  deadline until, const std::stop_token& stop) const {
         digests_->compute(tensors, results, until, stop);
