@@ -26,8 +26,8 @@ namespace {
 namespace ipc = weightwire::ipc;
 namespace shm = weightwire::shm;
 using namespace std::chrono_literals;
+using tests::briefly;
 using tests::in_time;
-using tests::soon;
 using tests::ipc_trainer_half;
 using tests::travel;
 using tests::worker_half;

@@ -78,7 +78,61 @@ struct twisted_source {
     const auto& weights() const { return yielded; }
 };
 
+/// A receiver whose end of a wait takes its time, as the abort of a broadcast does.
+class slow_receiver {
+public:
+    explicit slow_receiver(const receiver_context& context) : inner_{context} {}
+    void open(const transport_open& init, deadline until, std::stop_token stop) {
+        inner_.open(init, until, std::move(stop));
+    }
+    void receive(const update_message& message, update_target& target, deadline until,
+                 std::stop_token stop) {
+        try {
+            inner_.receive(message, target, until, std::move(stop));
+        } catch (...) {
+            std::this_thread::sleep_for(400ms);
+            throw;
+        }
+    }
+    void release() noexcept { inner_.release(); }
+
+private:
+    testing::loopback_receiver inner_;
+};
+
+struct slow_loopback {};
+struct slow_loopback_info : loopback_init_info {
+    using backend = slow_loopback;
+};
+/// The same, and what it takes to prepare.
+struct late_loopback {};
+struct late_loopback_info : loopback_init_info {
+    using backend = late_loopback;
+};
+class late_sender : public testing::loopback_sender {
+public:
+    using loopback_sender::loopback_sender;
+    [[nodiscard]] std::vector<transport_init> prepare(const sender_context& context) {
+        std::this_thread::sleep_for(300ms);
+        return loopback_sender::prepare(context);
+    }
+};
+
 }  // namespace
+
+template <>
+struct weightwire::backend_traits<slow_loopback> : weightwire::backend_traits<loopback> {
+    static constexpr transport_capabilities capabilities{
+        .host_memory = true, .drops_peers = true, .speaks_vllm = true, .let_go = 1s};
+    using init_info = slow_loopback_info;
+    using receiver = slow_receiver;
+};
+template <>
+struct weightwire::backend_traits<late_loopback> : weightwire::backend_traits<loopback> {
+    using init_info = late_loopback_info;
+    using sender = late_sender;
+};
+static_assert(explain_transport<slow_loopback>() && explain_transport<late_loopback>());
 
 TEST_CASE(
     "a round makes the new version visible, and counts versions from what the worker reports") {
@@ -208,6 +262,70 @@ TEST_CASE("a data move that hangs ends at the deadline, and the old version stay
         CHECK(engine.send_weights().all_committed());
         weights.set(0);
     }
+}
+
+TEST_CASE("a worker whose transport takes time to let go still says why, before the deadline") {
+    parameter_table table{tests::small_model(4, 100)};
+    worker_engine engine_of_worker{slow_loopback{}, table};
+    worker_service service{engine_of_worker};
+    local_sync_client client{service};
+    small_weights weights{4, 100};
+    testing::gate gate;
+    slow_loopback_info info;
+    info.block_in_receive = gate.name();
+    auto engine = trainer_init(info, client, weights);
+    try {
+        (void)engine.send_weights({.deadline = deadline::after(6s)});
+        FAIL("a worker was held");
+    } catch (const timeout_error& caught) {
+        CHECK(std::string{caught.what()}.find("being held at a test's gate") != std::string::npos);
+    }
+    CHECK(table.version() == 0);
+    gate.release();
+    CHECK(engine.send_weights().all_committed());
+}
+
+TEST_CASE("what preparing takes is not blamed on a peer") {
+    parameter_table table{tests::small_model(4, 100)};
+    worker_engine engine_of_worker{late_loopback{}, table};
+    worker_service service{engine_of_worker};
+    local_sync_client client{service};
+    small_weights weights{4, 100};
+    try {
+        (void)trainer_init(late_loopback_info{}, client, weights, {.init_budget = 200ms});
+        FAIL("there was no time left");
+    } catch (const timeout_error& caught) {
+        CHECK(std::string{caught.what()}.find("preparing the transfer") != std::string::npos);
+        CHECK(caught.context().peer.empty());
+    }
+}
+
+TEST_CASE("every rank's report says what rank 0's does of each peer") {
+    /// Two ranks of which this is the second.
+    struct second_rank {
+        std::string of_first;
+        int rank() const { return 1; }
+        int size() const { return 2; }
+        std::vector<std::string> all_gather(std::string_view bytes, deadline) {
+            return {of_first, std::string{bytes}};
+        }
+        void barrier(deadline) {}
+    };
+    sync_report first{.version = 7, .round = 3};
+    first.peers.push_back({.peer = "http://a",
+                           .status = peer_status::failed,
+                           .error = {.kind = "peer", .text = "gone"},
+                           .resume_error = {.kind = "timeout", .text = "silent"},
+                           .may_be_mixed = true});
+    first.peers.push_back({.peer = "http://b", .status = peer_status::committed, .version = 7});
+    second_rank group{detail::dump(detail::to_json(first))};
+    const auto report = agree(group, sync_report{}, deadline::after(1s));
+    REQUIRE(report.peers.size() == 2);
+    CHECK(report.peers[0].may_be_mixed);
+    CHECK(report.peers[0].error.text == "gone");
+    CHECK(report.peers[0].resume_error.text == "silent");
+    CHECK_FALSE(report.peers[1].may_be_mixed);
+    CHECK(report.peers[1].version == 7);
 }
 
 TEST_CASE("a stop ends the round at once, and the old version stays") {

@@ -13,8 +13,10 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <stdexcept>
 #include <stop_token>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -101,6 +103,16 @@ public:
         group_ = -1;
         refusals_.clear();
     }
+    /// From now on its updates succeed at once, as of a worker that has everything already.
+    void answer_at_once() {
+        const std::lock_guard lock{mutex_};
+        answers_at_once_ = true;
+    }
+    /// From now on what it says of a group that broke off comes this much later.
+    void answer_slowly(std::chrono::milliseconds time) {
+        const std::lock_guard lock{mutex_};
+        slowness_ = time;
+    }
     /// From now on its worker neither joins a group nor takes part in a broadcast: calls that need
     /// it are not answered.
     void stay_out() {
@@ -146,6 +158,7 @@ private:
         const int rank = info.at("rank_offset").get<int>();
         if (wait_outside(request) ||
             !place_->join(group, rank, deadline::after(20s), request.stop)) {
+            hesitate();
             return error(500, "Call to collective_rpc method failed: the group did not form");
         }
         const std::lock_guard lock{mutex_};
@@ -165,14 +178,25 @@ private:
             if (era_.session_routes && !active_) {
                 return error(500, "start_weight_update must be called before update_weights.");
             }
+            if (answers_at_once_) {
+                return {.body = R"({"message":"Weights updated"})"};
+            }
             group = group_;
             rank = rank_;
         }
         if (wait_outside(request) ||
             !place_->broadcast(group, rank, deadline::after(20s), request.stop)) {
+            hesitate();
             return error(500, "Call to collective_rpc method failed: the broadcast broke off");
         }
         return {.body = R"({"message":"Weights updated"})"};
+    }
+    void hesitate() {
+        const auto time = [this] {
+            const std::lock_guard lock{mutex_};
+            return slowness_;
+        }();
+        std::this_thread::sleep_for(time);
     }
     bool wait_outside(const http_request& request) {
         std::unique_lock lock{mutex_};
@@ -206,6 +230,8 @@ private:
     std::map<std::string, std::pair<int, std::string>> refusals_;
     bool active_ = false;
     bool stays_out_ = false;
+    bool answers_at_once_ = false;
+    std::chrono::milliseconds slowness_{0};
     int group_ = -1;
     int rank_ = 0;
 };
@@ -237,9 +263,12 @@ struct fleet {
             place->abort(group);
         }
     }
+    template <class Info = broadcast_init_info>
     auto trainer(trainer_options options = {}) {
-        return trainer_init(broadcast_init_info{.place = place, .session_routes = session_routes},
-                            *client, weights, std::move(options));
+        Info info{};
+        info.place = place;
+        info.session_routes = session_routes;
+        return trainer_init(info, *client, weights, std::move(options));
     }
     std::vector<std::string> round_calls(std::size_t server) {
         return servers[server]->take_calls();
@@ -254,7 +283,45 @@ bool contains(const error& caught, std::string_view part) {
     return std::string_view{caught.what()}.find(part) != std::string_view::npos;
 }
 
+/// The broadcast again, as a backend that takes its time to let go.
+struct slow_broadcast {};
+struct slow_broadcast_info : broadcast_init_info {
+    using backend = slow_broadcast;
+};
+
+/// A client that sends a pause and then fails itself, when it is told to.
+class breaking_client : public client_calls<breaking_client> {
+public:
+    breaking_client(const std::string& url, std::shared_ptr<std::string> breaks_at)
+        : inner_{url}, breaks_at_{std::move(breaks_at)} {}
+    [[nodiscard]] std::size_t peer_count() const noexcept { return inner_.peer_count(); }
+    [[nodiscard]] std::string_view peer_name(std::size_t peer) const {
+        return inner_.peer_name(peer);
+    }
+    [[nodiscard]] std::vector<peer_reply> request(std::string_view method, std::string_view target,
+                                                  const control_message& message, deadline until,
+                                                  std::stop_token stop = {}) {
+        auto replies = inner_.request(method, target, message, until, std::move(stop));
+        if (!breaks_at_->empty() && target.starts_with(*breaks_at_)) {
+            throw std::runtime_error{"the client lost its head"};
+        }
+        return replies;
+    }
+
+private:
+    http_sync_client<> inner_;
+    std::shared_ptr<std::string> breaks_at_;
+};
+
 }  // namespace
+
+template <>
+struct weightwire::backend_traits<slow_broadcast> : weightwire::backend_traits<tests::broadcast> {
+    static constexpr transport_capabilities capabilities{
+        .host_memory = true, .speaks_vllm = true, .let_go = std::chrono::seconds{1}};
+    using init_info = slow_broadcast_info;
+};
+static_assert(explain_transport<slow_broadcast>());
 
 TEST_CASE("servers of every era are initialized in the newest form that they know and updated") {
     struct expectation {
@@ -330,6 +397,59 @@ TEST_CASE("an early error of the update stops the sender, and the server's text 
                          "/resume"});
 }
 
+TEST_CASE(
+    "a broken transfer is heard of first, yet the server's words are shown, and who has all "
+    "commits") {
+    fleet servers{{newest, newest}};
+    auto engine = servers.trainer();
+    servers.servers[0]->answer_at_once();
+    servers.servers[1]->answer_slowly(100ms);
+    std::jthread breaker{[&] {
+        (void)servers.place->wait_for_sender(deadline::after(10s));
+        servers.place->abort(0);
+    }};
+    try {
+        (void)engine.send_weights({.deadline = deadline::after(40s)});
+        FAIL("a broadcast was broken off");
+    } catch (const peer_error& caught) {
+        CHECK(contains(caught, "Call to collective_rpc method failed: the broadcast broke off"));
+        CHECK(caught.context().peer == servers.sockets[1]->url());
+    }
+    const auto& peers = engine.last_report().peers;
+    REQUIRE(peers.size() == 2);
+    CHECK(peers[0].status == peer_status::committed);
+    CHECK_FALSE(peers[0].may_be_mixed);
+    CHECK(peers[1].status == peer_status::failed);
+    CHECK(peers[1].may_be_mixed);
+}
+
+TEST_CASE("a transfer that takes time to let go gives up early enough for both sides' words") {
+    fleet servers{{newest, newest}};
+    servers.servers[0]->answer_slowly(100ms);
+    SUBCASE("in a round") {
+        auto engine = servers.trainer<slow_broadcast_info>();
+        servers.servers[1]->stay_out();
+        try {
+            (void)engine.send_weights({.deadline = deadline::after(6s)});
+            FAIL("a rank was missing");
+        } catch (const timeout_error& caught) {
+            CHECK(contains(caught, "the broadcast broke off"));
+            CHECK(contains(caught, "found a rank missing"));
+            CHECK(caught.context().peer == servers.sockets[0]->url());
+        }
+    }
+    SUBCASE("while the group forms") {
+        servers.servers[1]->stay_out();
+        try {
+            (void)servers.trainer<slow_broadcast_info>({.init_budget = 5s});
+            FAIL("a rank was missing");
+        } catch (const timeout_error& caught) {
+            CHECK(contains(caught, "found a rank missing"));
+            CHECK(contains(caught, "the group did not form"));
+        }
+    }
+}
+
 TEST_CASE("a server that comes back as another release is taken in again without a new trainer") {
     fleet servers{{newest, newest}};
     auto engine = servers.trainer();
@@ -398,6 +518,64 @@ TEST_CASE("a failed resume is in the report, and the server is asked again after
     servers.servers[0]->accept_again();
     report = engine.send_weights();
     CHECK_FALSE(report.peers[0].resume_error);
+}
+
+TEST_CASE("a client that fails in a pause or a resume leaves no server standing") {
+    fleet servers{{newest, newest}};
+    const auto breaks_at = std::make_shared<std::string>();
+    std::vector<breaking_client> clients;
+    for (const auto& socket : servers.sockets) {
+        clients.emplace_back(socket->url(), std::make_shared<std::string>());
+    }
+    clients[1] = breaking_client{servers.sockets[1]->url(), breaks_at};
+    fan_out_sync_client client{std::move(clients)};
+    auto engine =
+        trainer_init(broadcast_init_info{.place = servers.place}, client, servers.weights);
+    for (std::size_t i = 0; i < 2; ++i) {
+        (void)servers.round_calls(i);
+    }
+    *breaks_at = "/pause";
+    CHECK_THROWS_WITH_AS((void)engine.send_weights(), "the client lost its head",
+                         std::runtime_error);
+    for (std::size_t i = 0; i < 2; ++i) {
+        CHECK(servers.round_calls(i) == names{pause_call, "/resume"});
+    }
+    *breaks_at = "/resume";
+    const auto report = engine.send_weights();
+    CHECK(report.all_committed());
+    for (const auto& peer : report.peers) {
+        CHECK(peer.resume_error.text == "the client lost its head");
+    }
+    breaks_at->clear();
+    for (const auto& peer : engine.send_weights().peers) {
+        CHECK_FALSE(peer.resume_error);
+    }
+}
+
+TEST_CASE("a server that may hold a mix is named, and stays paused where that is asked for") {
+    for (const bool left : {false, true}) {
+        CAPTURE(left);
+        fleet servers{{newest, newest}};
+        auto engine = servers.trainer({.leave_mixed_paused = left});
+        servers.servers[1]->refuse("/start_weight_update", 500, "busy");
+        CHECK_THROWS_AS(engine.send_weights(), peer_error);
+        // Nothing had been loaded.
+        CHECK_FALSE(engine.last_report().peers[0].may_be_mixed);
+        CHECK(servers.round_calls(0).back() == "/resume");
+        servers.servers[1]->accept_again();
+        servers.servers[1]->refuse("/update_weights", 500, "out of memory");
+        CHECK_THROWS_AS(engine.send_weights(), peer_error);
+        for (std::size_t i = 0; i < 2; ++i) {
+            CHECK(engine.last_report().peers[i].may_be_mixed);
+            CHECK((servers.round_calls(i).back() == "/resume") == !left);
+        }
+        servers.servers[1]->restart(newest);
+        const auto report = engine.send_weights();
+        for (std::size_t i = 0; i < 2; ++i) {
+            CHECK_FALSE(report.peers[i].may_be_mixed);
+            CHECK(servers.round_calls(i).back() == "/resume");
+        }
+    }
 }
 
 TEST_CASE("the pause is the user's choice") {

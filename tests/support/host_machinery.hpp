@@ -30,6 +30,7 @@
 #include <weightwire/backends/nccl/machinery.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/nccl_api/lost_devices.hpp>
 
 /// @file
 /// The machinery of `nccl` without a GPU: streams are threads, the group is a star of sockets
@@ -42,11 +43,17 @@ namespace tests {
 /// What a test changes, in the process that it is in. Set before threads start.
 struct host_world {
     static inline int nccl_version = 22809;
-    /// Called at `join`, `joined`, `warm_up`, `broadcast` and `wait`, with a count of its own kind.
+    /// Called at `join`, `joined`, `warm_up`, `broadcast` and `wait`, with a count of its own kind,
+    /// and at `transfer`, on a thread where nothing may be thrown, with the broadcast's bytes.
     static inline std::function<void(std::string_view step, std::uint64_t count)> at_step{};
+    /// Further steps: `part` of a broadcast with the rank, `abort` with the rank, and
+    /// `make_scatter` with the device. An abort on this device does not return in time.
+    static inline std::atomic<int> stuck_device{-1};
     /// Allocations of buffers and of pinned ones so far.
     static inline std::atomic<std::uint64_t> buffers{0};
     static inline std::atomic<std::uint64_t> pinned{0};
+    /// Bytes of buffers that were not freed yet.
+    static inline std::atomic<std::uint64_t> held_bytes{0};
 
     static void meet(std::string_view step, std::uint64_t count) {
         if (at_step) {
@@ -71,6 +78,11 @@ public:
         }
     }
     [[nodiscard]] int fd() const noexcept { return fd_; }
+    /// Small words go out at once, or every broadcast waits for a late acknowledgement.
+    void send_at_once() const noexcept {
+        const int on = 1;
+        ::setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    }
 
 private:
     int fd_ = -1;
@@ -113,10 +125,22 @@ bool host_take(int fd, Value& value, GoesOn goes_on) {
 struct host_group {
     std::vector<host_socket> sockets{};  ///< of each rank at the root; elsewhere the root's alone
     int rank = 0;
+    int device = 0;
     std::atomic<bool> ended{false};
     std::atomic<bool> failed{false};  ///< a rank is gone
 
     [[nodiscard]] bool goes_on() const noexcept { return !ended && !failed; }
+
+    /// One rank's part of a broadcast; the step `transfer` is in the middle of it.
+    bool transfer(int fd, std::byte* data, std::uint64_t bytes, bool sends) const {
+        const auto ok = [this] { return goes_on(); };
+        const auto half = static_cast<std::size_t>(bytes / 2);
+        if (!host_transfer(fd, data, half, sends, ok)) {
+            return false;
+        }
+        host_world::meet("transfer", bytes);
+        return host_transfer(fd, data + half, static_cast<std::size_t>(bytes) - half, sends, ok);
+    }
 
     /// One broadcast, on a stream's thread.
     void broadcast(std::byte* data, std::uint64_t bytes) noexcept {
@@ -124,12 +148,12 @@ struct host_group {
         bool done = goes_on();
         if (rank != 0) {
             done = done && host_put(sockets[0].fd(), bytes, ok) &&
-                   host_transfer(sockets[0].fd(), data, bytes, false, ok);
+                   transfer(sockets[0].fd(), data, bytes, false);
         }
         for (std::size_t i = 1; rank == 0 && done && i < sockets.size(); ++i) {
             std::uint64_t awaited = 0;
             done = host_take(sockets[i].fd(), awaited, ok) && awaited == bytes &&
-                   host_transfer(sockets[i].fd(), data, bytes, true, ok);
+                   transfer(sockets[i].fd(), data, bytes, true);
         }
         if (!done && !ended) {
             failed = true;
@@ -236,7 +260,15 @@ public:
     class buffer {
     public:
         buffer() = default;
-        explicit buffer(std::size_t bytes) : memory_(bytes) {}
+        explicit buffer(std::size_t bytes) : memory_(bytes) { host_world::held_bytes += bytes; }
+        buffer(buffer&& other) noexcept : memory_{std::move(other.memory_)} {
+            other.memory_.clear();
+        }
+        buffer& operator=(buffer&& other) noexcept {
+            memory_.swap(other.memory_);
+            return *this;
+        }
+        ~buffer() { host_world::held_bytes -= memory_.size(); }
         [[nodiscard]] std::byte* data() const noexcept {
             return memory_.empty() ? nullptr : const_cast<std::byte*>(memory_.data());
         }
@@ -247,12 +279,26 @@ public:
     };
     using pinned_buffer = buffer;
 
+    /// What holds up a stream of a user's, until it is opened.
+    class gate {
+    public:
+        void open() { state_->done = 1; }
+
+    private:
+        friend class host_machinery;
+        std::shared_ptr<event_state> state_ = std::make_shared<event_state>();
+    };
+
     class stream {
     public:
         stream() : queue_{std::make_unique<queue>()} {}
         /// For users' own work: runs in order, after what was given before.
         void give_copy(std::byte* to, const std::byte* from, std::size_t bytes) {
             queue_->give({.kind = work::kind_type::copy, .to = to, .from = from, .number = bytes});
+        }
+        /// Likewise: nothing runs until the gate is open.
+        void give_gate(const gate& held) {
+            queue_->give({.kind = work::kind_type::await, .number = 1, .event = held.state_});
         }
         [[nodiscard]] bool idle() { return queue_->idle(); }
 
@@ -337,6 +383,7 @@ public:
                        int /*root*/, stream& on, weightwire::deadline until,
                        const std::stop_token& stop) {
             host_world::meet("broadcast", broadcasts_++);
+            host_world::meet("part", static_cast<std::uint64_t>(group_->rank));
             check("ncclBroadcast", until, stop);
             if (count != 0) {
                 host_machinery::give(on, {.kind = work::kind_type::broadcast,
@@ -358,6 +405,13 @@ public:
         }
         void abort() noexcept {
             if (group_ != nullptr) {
+                if (!group_->ended) {
+                    host_world::meet("abort", static_cast<std::uint64_t>(group_->rank));
+                    lost_ = group_->device == host_world::stuck_device;
+                }
+                if (lost_) {
+                    weightwire::nccl_api::lost_devices::note(group_->device);
+                }
                 group_->ended = true;
                 for (auto& each : group_->sockets) {
                     ::shutdown(each.fd(), SHUT_RDWR);
@@ -367,7 +421,7 @@ public:
         [[nodiscard]] bool usable() const noexcept {
             return group_ != nullptr && group_->goes_on();
         }
-        [[nodiscard]] bool lost() const noexcept { return false; }
+        [[nodiscard]] bool lost() const noexcept { return lost_; }
 
     private:
         void check(const char* operation, weightwire::deadline until, const std::stop_token& stop,
@@ -397,6 +451,7 @@ public:
         std::shared_ptr<host_group> group_;
         std::uint64_t broadcasts_ = 0;
         std::uint64_t waits_ = 0;
+        bool lost_ = false;
     };
 
     host_machinery(int device, const std::string& library) : device_{device}, library_{library} {}
@@ -404,7 +459,9 @@ public:
     [[nodiscard]] int device() const noexcept { return device_; }
     [[nodiscard]] int nccl_version() const noexcept { return host_world::nccl_version; }
     [[nodiscard]] std::string library_path() const { return "sockets"; }
-    [[nodiscard]] std::string library_description() const { return "a star of sockets"; }
+    [[nodiscard]] std::string library_description() const {
+        return "a star of sockets" + (library_.empty() ? library_ : ", asked for " + library_);
+    }
     void load_kernels() {}
 
     [[nodiscard]] buffer allocate(std::size_t bytes) {
@@ -432,7 +489,7 @@ public:
         make_wait(*static_cast<stream*>(users), point);
     }
     [[nodiscard]] bool is_done(const event& point) const { return done(point); }
-    [[nodiscard]] bool is_idle(stream& asked) const { return asked.idle(); }
+    [[nodiscard]] static bool is_idle(stream& asked) { return asked.idle(); }
     void copy(std::byte* to, const std::byte* from, std::size_t bytes, stream& on) {
         on.give_copy(to, from, bytes);
     }
@@ -443,6 +500,7 @@ public:
     }
     [[nodiscard]] scatter_plan make_scatter(
         std::span<const std::vector<weightwire::nccl::byte_run>> chunks) {
+        host_world::meet("make_scatter", static_cast<std::uint64_t>(device_));
         ++host_world::buffers;
         return scatter_plan{chunks};
     }
@@ -517,6 +575,7 @@ void host_machinery::gather_ranks(host_group& group, const meeting_place& place,
             continue;
         }
         host_socket from{::accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC)};
+        from.send_at_once();
         greeting hello;
         if (!host_take(from.fd(), hello, goes_on) || hello.nonce != place.nonce) {
             continue;
@@ -553,6 +612,7 @@ void host_machinery::go_to_root(host_group& group, const meeting_place& place, i
     host_socket to;
     while (goes_on()) {
         to = host_socket{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+        to.send_at_once();
         if (::connect(to.fd(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
             break;
         }
@@ -577,6 +637,7 @@ inline host_machinery::communicator host_machinery::join(const weightwire::wire:
     }
     auto group = std::make_shared<host_group>();
     group->rank = rank;
+    group->device = device_;
     const auto goes_on = [&] { return !until.expired() && !stop.stop_requested(); };
     if (rank == 0) {
         gather_ranks(*group, place, world_size, goes_on);

@@ -15,7 +15,7 @@
 
 namespace tests {
 
-struct host_nccl {};
+struct host_nccl : weightwire::nccl::backend {};
 
 /// As `nccl::trainer_init_info`, for the other tag.
 struct host_nccl_info : weightwire::nccl::trainer_init_info {

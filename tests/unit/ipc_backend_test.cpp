@@ -27,8 +27,8 @@ namespace {
 
 namespace ipc = weightwire::ipc;
 namespace shm = weightwire::shm;
+using tests::briefly;
 using tests::in_time;
-using tests::soon;
 using tests::ipc_trainer_half;
 using tests::travel;
 using tests::worker_half;

@@ -340,6 +340,159 @@ TEST_CASE("Work that a source has queued before a tensor is waited for, and its 
     }
 }
 
+TEST_CASE("A reordered list of stable tensors waits for the work that makes them, in any memory") {
+    // The odd bytes would misalign what follows, so that the wire order is another.
+    const auto parameters = manifest{{{"a", dtype::u8, {653}},
+                                      {"b", dtype::bf16, {100, 41}},
+                                      {"c", dtype::f32, {7}},
+                                      {"d", dtype::bf16, {40, 101}}}};
+    for (const auto from : {lay::device, lay::host, lay::mixed}) {
+        CAPTURE(static_cast<int>(from));
+        host_machinery::stream ready;
+        group all{parameters, packed_info(9000), 1, false};
+        memory weights{parameters, from};
+        memory next{parameters, lay::device};
+        source_over<tensor_lifetime::stable> source{&parameters, &weights, &ready};
+        std::deque<memory> landing;
+        landing.emplace_back(parameters, lay::device);
+        all.prepare(tensor_lifetime::stable, &weights);
+        all.open();
+        all.named = {2, 1, 3, 0};
+        for (std::uint64_t round = 1; round <= 2; ++round) {
+            next.fill(round);
+            host_machinery::gate work;
+            ready.give_gate(work);
+            for (std::size_t i = 0; i < parameters.size(); ++i) {
+                auto from_run = next.views()[i].data();
+                for_each_run(weights.views()[i], [&](std::byte* at, std::size_t bytes) {
+                    ready.give_copy(at, from_run, bytes);
+                    from_run += bytes;
+                });
+            }
+            std::thread producer{[&] {
+                std::this_thread::sleep_for(50ms);
+                work.open();
+            }};
+            all.round(source, round, landing);
+            producer.join();
+            CHECK(landing[0].differs(round, parameters).empty());
+        }
+    }
+}
+
+TEST_CASE("Memory that a user's work still holds up is freed once that work has ended") {
+    const auto parameters = awkward();
+    host_machinery::stream ready;
+    host_machinery::gate work;
+    const auto before = host_world::held_bytes.load();
+    {
+        group all{parameters, packed_info(9000), 1};
+        memory weights{parameters, lay::device};
+        source_over<tensor_lifetime::stable> source{&parameters, &weights, &ready};
+        all.prepare(tensor_lifetime::stable, &weights);
+        all.open();
+        const auto held = all.sender.allocated_bytes();
+        ready.give_gate(work);
+        {
+            round_of<decltype(source)> tensors{source, parameters};
+            auto stream = tensors.stream();
+            CHECK_THROWS_AS(all.sender.send(1, 0, stream, soon(), {}), timeout_error);
+        }
+        all.receivers.clear();
+        CHECK(host_world::held_bytes == before + held);
+        // The next transfer does not wait for it.
+        group other{parameters, packed_info(9000), 1};
+        other.prepare(tensor_lifetime::stable, &weights);
+        CHECK(host_world::held_bytes == before + 2 * held);
+        work.open();
+        while (!ready.idle()) {
+            std::this_thread::sleep_for(1ms);
+        }
+        // What waited for the user's stream ends now; whichever preparation finds it so frees it.
+        const auto until = in_time();
+        while (host_world::held_bytes != before + held && !until.expired()) {
+            other.prepare(tensor_lifetime::stable, &weights);
+        }
+        CHECK(host_world::held_bytes == before + held);
+    }
+    CHECK(host_world::held_bytes == before);
+}
+
+TEST_CASE("After an abort that did not return the device takes no part again in this process") {
+    constexpr int device = 3;  // the mark stays: of no other test
+    const auto parameters = manifest{{{"a", dtype::bf16, {10, 10}}}};
+    auto info = packed_info(9000);
+    info.device = device;
+    const auto before = host_world::held_bytes.load();
+    std::uint64_t held = 0;
+    {
+        group all{parameters, info, 1};
+        memory weights{parameters, lay::device};
+        source_over<tensor_lifetime::until_next> source{&parameters, &weights};
+        all.prepare(tensor_lifetime::until_next, nullptr);
+        all.open();
+        held = all.sender.allocated_bytes();
+        host_world::stuck_device = device;
+        round_of<decltype(source)> tensors{source, parameters};
+        auto stream = tensors.stream();
+        CHECK_THROWS_AS(all.sender.send(1, 0, stream, soon(), {}), timeout_error);
+        host_world::stuck_device = -1;
+        CHECK_THROWS_WITH_AS(all.prepare(tensor_lifetime::until_next, nullptr),
+                             doctest::Contains("restart this process"), resource_error);
+        // Another device does, and what the lost group may use is not freed.
+        group other{parameters, packed_info(9000), 1};
+        other.prepare(tensor_lifetime::until_next, nullptr);
+        other.open();
+    }
+    CHECK(host_world::held_bytes == before + held);
+}
+
+TEST_CASE("What cannot be sent is found before anybody waits for it") {
+    const auto parameters =
+        manifest{{{"whole", dtype::bf16, {5000, 3}}, {"scales", dtype::f8_e4m3fn, {5000, 3}}}};
+    SUBCASE("a type that this NCCL has not, unpacked towards vLLM") {
+        const auto restore = host_world::nccl_version;
+        host_world::nccl_version = 22309;
+        group all{parameters, unpacked_info(), 1, false};
+        CHECK_THROWS_WITH_AS(all.prepare(tensor_lifetime::until_next, nullptr),
+                             doctest::Contains("[tensor scales]"), unsupported_error);
+        group packed{parameters, packed_info(9000), 1, false};
+        CHECK_NOTHROW(packed.prepare(tensor_lifetime::until_next, nullptr));
+        group native{parameters, unpacked_info(), 1};
+        CHECK_NOTHROW(native.prepare(tensor_lifetime::until_next, nullptr));
+        host_world::nccl_version = restore;
+        group newer{parameters, unpacked_info(), 1, false};
+        CHECK_NOTHROW(newer.prepare(tensor_lifetime::until_next, nullptr));
+    }
+    SUBCASE("a tensor of another GPU in thousands of pieces") {
+        std::vector<std::byte> bytes(5000 * 6);
+        for (const bool packed : {true, false}) {
+            for (const int gpu : {0, 1}) {
+                const weightwire::device where{.kind = memory_kind::cuda, .index = gpu};
+                tensor_view::strides_type strides{};
+                strides[0] = 6;
+                strides[1] = 1;
+                const std::vector<tensor_view> stable{
+                    {bytes.data(), dtype::bf16, {5000, 3}, where},
+                    {bytes.data(), dtype::f8_e4m3fn, {5000, 3}, strides, where}};
+                sender_type sender{packed ? packed_info(9000) : unpacked_info()};
+                const std::vector<peer_info> peers{{.name = "http://127.0.0.1:1"}};
+                const sender_context context{.parameters = parameters,
+                                             .peers = peers,
+                                             .world_size = 2,
+                                             .lifetime = tensor_lifetime::stable,
+                                             .stable_tensors = stable};
+                if (gpu == 0) {  // ours: one gather, however many pieces
+                    CHECK_NOTHROW(static_cast<void>(sender.prepare(context)));
+                } else {
+                    CHECK_THROWS_WITH_AS(static_cast<void>(sender.prepare(context)),
+                                         doctest::Contains("[tensor scales]"), unsupported_error);
+                }
+            }
+        }
+    }
+}
+
 TEST_CASE("What a sink does not want is received and dropped") {
     const auto parameters = awkward();
     for (const bool packed : {true, false}) {
@@ -398,45 +551,75 @@ TEST_CASE("The memory that is promised before the first round is the memory that
     }
 }
 
+namespace {
+
+/// Real names are longer than what a string holds without allocating.
+manifest with_long_names(const manifest& parameters) {
+    std::vector<param_meta> list(parameters.parameters().begin(), parameters.parameters().end());
+    for (auto& each : list) {
+        each.name = "model.layers.0.self_attn." + each.name;
+    }
+    return manifest{std::move(list)};
+}
+
+/// Allocations of the two halves in one round.
+struct allocations {
+    std::uint64_t sending = 0;
+    std::uint64_t receiving = 0;
+};
+
+template <class Source>
+allocations count_round(group& all, Source& source, std::uint64_t round, const memory& landing) {
+    allocations counted;
+    places to{&landing, coverage{all.parameters}};
+    round_of<Source> tensors{source, all.parameters};
+    auto stream = tensors.stream();
+    std::thread worker{[&] {
+        update_target target{to, all.parameters, 0, all.parameters.size()};
+        const auto until = in_time();
+        const weightwire_tests::allocation_watch watch;
+        all.receivers[0].receive({.round = round, .count = all.parameters.size(), .native = true},
+                                 target, until, {});
+        counted.receiving = watch.count();
+    }};
+    const auto until = in_time();
+    const weightwire_tests::allocation_watch watch;
+    all.sender.send(round, 0, stream, until, {});
+    counted.sending = watch.count();
+    worker.join();
+    return counted;
+}
+
+template <tensor_lifetime Lifetime>
+void expect_no_allocation(bool packed, lay where) {
+    const auto parameters = with_long_names(awkward());
+    group all{parameters, packed ? packed_info(9000) : unpacked_info(), 1};
+    memory weights{parameters, where};
+    memory landing{parameters, where};
+    source_over<Lifetime> source{&parameters, &weights};
+    all.prepare(Lifetime, Lifetime == tensor_lifetime::stable ? &weights : nullptr);
+    all.open();
+    for (std::uint64_t round = 1; round <= 4; ++round) {
+        weights.fill(round);
+        const auto counted = count_round(all, source, round, landing);
+        if (round > 2) {
+            CHECK(counted.sending == 0);
+            CHECK(counted.receiving == 0);
+        }
+        CHECK(landing.differs(round, parameters).empty());
+    }
+}
+
+}  // namespace
+
 TEST_CASE("From the third round on neither half allocates" *
           doctest::skip(!weightwire_tests::counts_allocations)) {
-    const auto parameters = awkward();
     for (const bool packed : {true, false}) {
-        for (const auto where : {lay::device, lay::mixed}) {
+        for (const auto where : {lay::device, lay::strided, lay::host, lay::mixed}) {
             CAPTURE(packed);
             CAPTURE(static_cast<int>(where));
-            group all{parameters, packed ? packed_info(9000) : unpacked_info(), 1};
-            memory weights{parameters, where};
-            memory landing{parameters, where};
-            source_over<tensor_lifetime::stable> source{&parameters, &weights};
-            all.prepare(tensor_lifetime::stable, &weights);
-            all.open();
-            for (std::uint64_t round = 1; round <= 4; ++round) {
-                weights.fill(round);
-                std::uint64_t receiving = 0;
-                std::uint64_t sending = 0;
-                places to{&landing, coverage{parameters}};
-                round_of<decltype(source)> tensors{source, parameters};
-                auto stream = tensors.stream();
-                std::thread worker{[&] {
-                    update_target target{to, parameters, 0, parameters.size()};
-                    const auto until = in_time();
-                    const weightwire_tests::allocation_watch watch;
-                    all.receivers[0].receive(
-                        {.round = round, .count = parameters.size(), .native = true}, target, until,
-                        {});
-                    receiving = watch.count();
-                }};
-                const weightwire_tests::allocation_watch watch;
-                all.sender.send(round, 0, stream, in_time(), {});
-                sending = watch.count();
-                worker.join();
-                if (round > 2) {
-                    CHECK(sending == 0);
-                    CHECK(receiving == 0);
-                }
-                CHECK(landing.differs(round, parameters).empty());
-            }
+            expect_no_allocation<tensor_lifetime::stable>(packed, where);
+            expect_no_allocation<tensor_lifetime::until_next>(packed, where);
         }
     }
 }
@@ -533,7 +716,7 @@ TEST_CASE("A worker with another NCCL or other settings refuses before it waits"
     all.prepare(tensor_lifetime::until_next, nullptr);
     const auto init = all.init_of();
     host_world::nccl_version = 22707;
-    CHECK_THROWS_WITH_AS(all.receivers[0].open(init, in_time(), {}), doctest::Contains("22809"),
+    CHECK_THROWS_WITH_AS(all.receivers[0].open(init, in_time(), {}), doctest::Contains("2.28.9"),
                          mismatch_error);
     host_world::nccl_version = 22809;
     ::setenv("NCCL_P2P_LEVEL", "NVL", 1);
@@ -625,7 +808,22 @@ TEST_CASE("A taken port is an error when the store was asked for, and does witho
     group other{parameters, info, 1, false};
     other.prepare(tensor_lifetime::until_next, nullptr);
     CHECK(other.inits[0].vllm.size() == 1);
+    CHECK(other.inits[0].missing_form.find("which was left out: ") != std::string::npos);
     CHECK(other.sender.description().find("no store") != std::string::npos);
+    info.master_port = 0;
+    group whole{parameters, info, 1, false};
+    whole.prepare(tensor_lifetime::until_next, nullptr);
+    CHECK(whole.inits[0].missing_form.empty());
+}
+
+TEST_CASE("A store that remote servers could not reach is left out, and why is said to them") {
+    const auto parameters = manifest{{{"a", dtype::bf16, {10, 10}}}};
+    group all{parameters, packed_info(9000), 1, false};
+    all.peers[0].name = "http://worker.example:8000";
+    all.prepare(tensor_lifetime::until_next, nullptr);
+    CHECK(all.inits[0].vllm.size() == 1);
+    CHECK(all.inits[0].missing_form.find("master_address") != std::string::npos);
+    CHECK(all.sender.store_port() == 0);
 }
 
 TEST_CASE("A rank that comes twice, or with another world size, is an error on every side") {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
+#include <dlfcn.h>
 #include <doctest/doctest.h>
 #include <unistd.h>
 
@@ -18,6 +19,7 @@
 #include <weightwire/nccl_api/element.hpp>
 #include <weightwire/nccl_api/error.hpp>
 #include <weightwire/nccl_api/library.hpp>
+#include <weightwire/nccl_api/lost_devices.hpp>
 
 #include "../support/temporary_folder.hpp"
 
@@ -54,6 +56,27 @@ std::string linked_and_opened(const std::string& path) {
     text.resize(std::fread(text.data(), 1, text.size(), out.get()));
     return text;
 }
+
+/// While it lives, the fake's last words; before and after, none.
+class last_words_of_fake {
+public:
+    explicit last_words_of_fake(const char* words) : before_{say(words)} {}
+    last_words_of_fake(const last_words_of_fake&) = delete;
+    last_words_of_fake& operator=(const last_words_of_fake&) = delete;
+    ~last_words_of_fake() { say(before_); }
+
+private:
+    static const char* say(const char* words) {
+        using function = const char* (*)(const char*);
+        void* handle = ::dlopen(beside("libfake_nccl_a.so").c_str(), RTLD_NOW | RTLD_NOLOAD);
+        REQUIRE(handle != nullptr);
+        void* const found = ::dlsym(handle, "fake_nccl_say");
+        ::dlclose(handle);  // the library's cache keeps it
+        REQUIRE(found != nullptr);
+        return reinterpret_cast<function>(found)(words);
+    }
+    const char* before_;
+};
 
 constexpr bool binds_deeply = (nccl_api::detail::open_flags() & RTLD_DEEPBIND) != 0;
 
@@ -163,6 +186,7 @@ TEST_CASE("NCCL's failures become errors by what the caller can do, with its wor
     try {
         raise(ncclInvalidUsage,
               "Mismatched NCCL version detected : rank 0 version 22809 rank 1 version 22707");
+        FAIL("it threw nothing");
     } catch (const mismatch_error& failed) {
         const std::string text = failed.what();
         CHECK(text.find("2.99.1") != std::string::npos);
@@ -172,9 +196,53 @@ TEST_CASE("NCCL's failures become errors by what the caller can do, with its wor
         CHECK(failed.context().peer == "rank 1");
         CHECK(failed.context().native_code == static_cast<int>(ncclInvalidUsage));
     }
-    CHECK_NOTHROW(nccl_api::check(used, ncclSuccess, "ncclExample"));
-    CHECK_NOTHROW(nccl_api::check(used, ncclInProgress, "ncclExample"));
-    CHECK_THROWS_AS(nccl_api::check(used, ncclInvalidArgument, "ncclExample"), usage_error);
+    CHECK_NOTHROW(nccl_api::check(used, ncclSuccess, "ncclExample", 0));
+    CHECK_NOTHROW(nccl_api::check(used, ncclInProgress, "ncclExample", 0));
+    CHECK_THROWS_AS(nccl_api::check(used, ncclInvalidArgument, "ncclExample", 0), usage_error);
+}
+
+TEST_CASE("words of NCCL from before a call do not tell what the call met") {
+    const auto used = library::open(beside("libfake_nccl_a.so"));
+    const last_words_of_fake said{"Mismatched NCCL version detected : rank 0 version 22809"};
+    const auto before = nccl_api::detail::digest_of_words(used);
+    CHECK(nccl_api::detail::words_since(used, before).empty());
+    CHECK_THROWS_AS(nccl_api::check(used, ncclRemoteError, "ncclExample", before), peer_error);
+    {
+        const last_words_of_fake later{"NCCL version mismatch with remote peer"};
+        CHECK(nccl_api::detail::words_since(used, before) ==
+              "NCCL version mismatch with remote peer");
+        CHECK_THROWS_AS(nccl_api::check(used, ncclRemoteError, "ncclExample", before),
+                        mismatch_error);
+    }
+}
+
+TEST_CASE("a record of another size means other versions only while ranks meet") {
+    const auto used = library::open(beside("libfake_nccl_a.so"));
+    const auto raise = [&](phase in) {
+        nccl_api::throw_failure(used, ncclRemoteError, "ncclExample",
+                                "Message truncated : received 8 bytes instead of 4", {.phase = in});
+    };
+    CHECK_THROWS_AS(raise(phase::init), mismatch_error);
+    CHECK_THROWS_AS(raise(phase::update), peer_error);
+}
+
+TEST_CASE("only ranks that cannot all come shorten a join") {
+    using nccl_api::detail::tells_of_check_in;
+    CHECK(tells_of_check_in("Bootstrap Root : mismatch in rank count from procs 2 : 3"));
+    CHECK(
+        tells_of_check_in("Bootstrap Root : mismatch in info from procs, nranks 2 vs 3, nroots 1 "
+                          "vs 1, iroot 0 vs 0"));
+    CHECK(tells_of_check_in("Bootstrap Root : rank 1 of 3 ranks has already checked in"));
+    CHECK_FALSE(tells_of_check_in("Bootstrap Root : connection closed by remote peer"));
+    CHECK_FALSE(tells_of_check_in("rank 1 has already checked in elsewhere"));
+}
+
+TEST_CASE("a device whose communicator was lost stays marked, and no other is") {
+    CHECK_FALSE(nccl_api::lost_devices::has(41));
+    nccl_api::lost_devices::note(41);
+    CHECK(nccl_api::lost_devices::has(41));
+    CHECK_FALSE(nccl_api::lost_devices::has(40));
+    CHECK_FALSE(nccl_api::lost_devices::has(42));
 }
 
 TEST_CASE("an abort that does not return is given up after its bound") {

@@ -1,6 +1,8 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
+#include <chrono>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -60,6 +62,16 @@ struct transport_capabilities {
     /// nothing that another receiver of the same rank can see: the worker then opens a new
     /// trainer's receivers before it lets go of the old one's, who loses nothing if that fails.
     bool opens_beside = false;
+    /// What giving up takes once a wait in `open`, `send` or `receive` has ended: an abort of a
+    /// broadcast. The engines end those waits this much before the call that carries them, so that
+    /// the reason is still heard. At most a quarter of the time is kept for it.
+    std::chrono::milliseconds let_go{0};
+
+    /// When a wait gives up that stands in a call which ends at `call_ends`.
+    [[nodiscard]] deadline before_let_go(deadline call_ends) const noexcept {
+        return deadline::at(call_ends.when() -
+                            std::min<deadline::clock::duration>(let_go, call_ends.remaining() / 4));
+    }
 };
 
 /// One server that the trainer sends to.
@@ -97,6 +109,9 @@ struct transport_init {
     /// Forms to try as vLLM's `init_info`, newest first: the next one when a server refuses a field
     /// that it does not know. Empty where vLLM is not spoken.
     std::vector<vllm_form> vllm{};
+    /// Why a form for older servers is not among them, and what to do; told to who meets a server
+    /// that refuses the last one. Empty: none is missing.
+    std::string missing_form{};
 };
 
 /// One update call's share of a round: a run of manifest positions.
@@ -186,7 +201,8 @@ template <class Tag>
 concept HasSenderClose =
     requires(typename backend_traits<Tag>::sender& sender, deadline until) { sender.close(until); };
 
-/// `receiver(context)`; cheap.
+/// `receiver(context)`; cheap. Or `receiver(context, tag)` with the worker's tag, where its members
+/// choose something.
 template <class Tag>
 concept HasReceiver = requires {
     typename backend_traits<Tag>::receiver;
@@ -202,6 +218,27 @@ concept HasReceive =
     requires(typename backend_traits<Tag>::receiver& receiver, const update_message& message,
              update_target& target, deadline until,
              std::stop_token stop) { receiver.receive(message, target, until, stop); };
+/// Optional: `prepare(message, target, deadline, stop)`, just before `receive` with the same ones:
+/// takes what memory the call needs. Every rank of a worker has prepared before one receives, since
+/// taking device memory may wait for what a sibling's device does, which may wait for this rank.
+template <class Receiver>
+concept HasReceivePrepare = requires(Receiver& receiver, const update_message& message,
+                                     update_target& target, deadline until, std::stop_token stop) {
+    receiver.prepare(message, target, until, stop);
+};
+/// Optional: `lost() noexcept`: memory of this rank's device may be written at any later time, as
+/// work on it could not be ended. The worker then begins nothing more and says that it is dirty.
+template <class Receiver>
+concept HasLost = requires(const Receiver& receiver) {
+    { receiver.lost() } noexcept -> std::same_as<bool>;
+};
+/// Optional: `table_bytes() noexcept`: memory that a receiver takes in its first rounds; when it
+/// grows the worker tells `description()` anew.
+template <class Receiver>
+concept HasTableBytes = requires(const Receiver& receiver) {
+    { receiver.table_bytes() } noexcept -> std::convertible_to<std::uint64_t>;
+};
+
 /// `release() noexcept`: lets go of everything of the peer's.
 template <class Tag>
 concept HasReceiverRelease = requires(typename backend_traits<Tag>::receiver& receiver) {

@@ -32,6 +32,10 @@ public:
         return (*parameters_)[session_index(i)];
     }
 
+    /// Whether an address exists only from `open` to `wrote`, so that it cannot be asked for ahead
+    /// of its bytes.
+    [[nodiscard]] bool bounced() const noexcept { return bounced_; }
+
     /// Where the bytes of parameter `i` go. A view without data: not wanted (frozen, or an alias of
     /// another parameter), skip it, but report it.
     /// @throws what the sink throws.
@@ -47,7 +51,8 @@ public:
     }
 
     /// Made by the worker engine and by tests.
-    /// @param state what the functions get.
+    /// @param state what the functions get. `State::bounced`, where it has one, is what `bounced`
+    /// says; else addresses stay.
     /// @param parameters the session's manifest.
     /// @param first,count a run of manifest positions; ignored where `map` is not empty.
     /// @param map manifest position of each parameter of this update, where they are no run.
@@ -67,7 +72,11 @@ public:
           parameters_{&parameters},
           map_{map},
           first_{first},
-          count_{map.empty() ? count : map.size()} {}
+          count_{map.empty() ? count : map.size()} {
+        if constexpr (requires { State::bounced; }) {
+            bounced_ = State::bounced;
+        }
+    }
 
 private:
     [[nodiscard]] std::size_t session_index(std::size_t i) const noexcept {
@@ -81,6 +90,7 @@ private:
     std::span<const std::size_t> map_;
     std::size_t first_;
     std::size_t count_;
+    bool bounced_ = false;
 };
 
 }  // namespace weightwire

@@ -17,6 +17,7 @@
 #include <weightwire/concepts/sync_client.hpp>
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/detail/side_thread.hpp>
+#include <weightwire/engine/peer_data_half.hpp>
 #include <weightwire/engine/peer_table.hpp>
 #include <weightwire/engine/trainer_options.hpp>
 #include <weightwire/wire/native.hpp>
@@ -47,7 +48,6 @@ class peer_init {
     using traits = backend_traits<Tag>;
     /// As the native wire allows.
     static constexpr std::int64_t largest_world = std::int64_t{1} << 20U;
-    static constexpr std::chrono::seconds time_for_words{1};
 
 public:
     peer_init(Client& client, peer_table& peers, const trainer_options& options,
@@ -110,27 +110,26 @@ public:
             }
         };
         side.start(job);
-        failure data;
-        bool refused = false;
-        try {
-            open_sender(until, shared.sender.get_token());
-        } catch (...) {
-            data = failure::current(phase::init);
-            // A server that is about to say what is wrong is worth a moment.
-            if (data.kind == "peer") {
-                (void)side.wait_until(until.capped(time_for_words).when());
-            }
-            refused = peers_.has_blamed();
-            shared.calls.request_stop();
-        }
+        auto data =
+            run_data_half([&](deadline when) { open_sender(when, shared.sender.get_token()); },
+                          phase::init, side, peers_, traits::capabilities, until, shared.calls);
         side.wait();
         if (control) {
             control.raise();
         }
         take(replies);
-        const bool echo = refused || data.kind == "cancelled";
-        if (data && !(echo && peers_.first_failure())) {
-            data.raise();
+        const bool echo = data.refused || data.what.kind == "cancelled";
+        if (data.late && data.what.kind == "cancelled") {
+            peers_.blame_time({});
+        }
+        const auto first = peers_.first_failure();
+        if (data.what.kind == "timeout" && data.refused && first) {
+            // Both say what they missed; the sender, which ranks.
+            data.what.text += "; " + first.context.peer + " says: " + first.text;
+            data.what.raise();
+        }
+        if (data && !(echo && first)) {
+            data.what.raise();
         }
     }
     /// The same for a sender that is open: a peer that refuses does not disturb the others.
@@ -151,6 +150,10 @@ private:
                 continue;
             }
             auto why = wire::reply_failure(replies[i], phase::init);
+            if (why && !native_ && knows_not_the_form(replies[i]) &&
+                !peers_[i].init.missing_form.empty()) {
+                why.text += "; " + peers_[i].init.missing_form;
+            }
             if (!why && native_) {
                 why = read_reply(peers_[i], replies[i].answer.body);
             }
@@ -158,6 +161,7 @@ private:
                 peers_.lose(i, std::move(why));
             } else {
                 peers_[i].error = {};
+                peers_[i].may_be_mixed = peers_[i].may_be_mixed && !native_;
                 peers_[i].live = true;
             }
         }
@@ -179,7 +183,7 @@ private:
         const bool left_out = reply.answer.fault == reply_fault::left_out;
         if (!left_out && !reply.ok() &&
             !shared.init->wants_next_form(shared.init->peers_[i], reply)) {
-            shared.init->peers_.blame(i);
+            shared.init->peers_.blame(i, tells_of_peer(reply));
             shared.stop_all();
         }
     }
@@ -299,7 +303,11 @@ private:
 
     [[nodiscard]] bool wants_next_form(const peer_state& peer,
                                        const peer_reply& reply) const noexcept {
-        return !native_ && !reply.ok() && peer.form + 1 < peer.init.vllm.size() &&
+        return !native_ && peer.form + 1 < peer.init.vllm.size() && knows_not_the_form(reply);
+    }
+    /// A vLLM server that refuses a field which its release does not have.
+    [[nodiscard]] static bool knows_not_the_form(const peer_reply& reply) noexcept {
+        return !reply.ok() &&
                reply.answer.body.find("unexpected keyword argument") != std::string::npos;
     }
 

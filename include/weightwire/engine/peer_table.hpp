@@ -38,7 +38,10 @@ struct peer_state {
     std::size_t form = 0;           ///< index in `init.vllm` of the form last sent, or accepted
     bool paused = false;            ///< was sent `/pause`, and no answer to `/resume` since
     failure resume_error{};         ///< of the last `/resume`
-    failure error{};                ///< why it does not
+    /// Was sent an update in vLLM's dialect, which loads while it reads, and has not committed
+    /// since.
+    bool may_be_mixed = false;
+    failure error{};  ///< why it does not
     std::uint64_t bytes = 0;
     double data_seconds = 0;
     std::string body{};  ///< of the call under way
@@ -121,12 +124,27 @@ public:
 
     /// Notes that peer `i` is the one whose failure ended the call under way: what the others say
     /// after it is its echo. Only the first counts. Thread-safe.
-    void blame(std::size_t i) noexcept {
+    /// @param told the peer answered, or its connection failed; else our own patience ended.
+    void blame(std::size_t i, bool told) noexcept {
         auto nobody = none;
-        blamed_.compare_exchange_strong(nobody, i);
+        if (blamed_.compare_exchange_strong(nobody, i)) {
+            blamed_told_ = told;
+        }
     }
-    [[nodiscard]] bool has_blamed() const noexcept { return blamed_ != none; }
-    void blame_nobody() noexcept { blamed_ = none; }
+    /// Whether the peer that is to blame has told of itself.
+    [[nodiscard]] bool has_been_told() const noexcept { return blamed_told_; }
+    void blame_nobody() noexcept {
+        blamed_ = none;
+        blamed_told_ = false;
+    }
+    /// The call ended because time was up, whatever leaf the peer's words on it have.
+    /// @param words added to the peer's.
+    void blame_time(std::string_view words) {
+        if (const auto i = blamed_.load(); i < peers_.size() && peers_[i].error) {
+            peers_[i].error.kind = "timeout";
+            peers_[i].error.text += words;
+        }
+    }
 
     /// The first failure that peers brought into this round: of the peer that is to blame, else in
     /// their order; what was only given up because of another failure comes last.
@@ -152,6 +170,7 @@ public:
                            .version = peer.version,
                            .error = peer.live ? failure{} : peer.error,
                            .resume_error = peer.resume_error,
+                           .may_be_mixed = peer.may_be_mixed,
                            .bytes = peer.bytes,
                            .data_seconds = peer.data_seconds});
         }
@@ -185,6 +204,7 @@ private:
     std::vector<unsigned char> mask_;
     static constexpr std::size_t none = static_cast<std::size_t>(-1);
     std::atomic<std::size_t> blamed_{none};
+    std::atomic<bool> blamed_told_{false};
 };
 
 }  // namespace weightwire::detail

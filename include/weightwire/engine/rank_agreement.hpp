@@ -68,6 +68,7 @@ namespace detail {
                          {"version", outcome.version},
                          {"error", to_json(outcome.error)},
                          {"resume_error", to_json(outcome.resume_error)},
+                         {"may_be_mixed", outcome.may_be_mixed},
                          {"bytes", outcome.bytes},
                          {"data_seconds", outcome.data_seconds}});
     }
@@ -96,6 +97,7 @@ namespace detail {
                                 .version = entry.at("version").get<weight_version>(),
                                 .error = failure_from_json(entry.at("error")),
                                 .resume_error = failure_from_json(entry.at("resume_error")),
+                                .may_be_mixed = entry.at("may_be_mixed").get<bool>(),
                                 .bytes = entry.at("bytes").get<std::uint64_t>(),
                                 .data_seconds = entry.at("data_seconds").get<double>()});
     }

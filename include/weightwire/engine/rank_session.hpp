@@ -61,6 +61,9 @@ private:
 template <WeightSink Sink>
 class rank_session {
 public:
+    /// For `update_target`: destinations exist only around their writes.
+    static constexpr bool bounced = HasBouncedDestinations<Sink>;
+
     explicit rank_session(Sink& sink) noexcept : sink_{&sink} {}
 
     /// Asks the sink for its destinations.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <stop_token>
 #include <string>
 #include <utility>
@@ -68,20 +69,22 @@ public:
     /// @returns one reply a peer; each one's failure is for the caller to see.
     [[nodiscard]] std::vector<peer_reply> pause(deadline until, const std::stop_token& stop) {
         if constexpr (HasRequest<Client>) {
+            // Who is asked counts as paused until its reply says otherwise: the call may throw for
+            // one peer when others have paused already.
+            std::vector<bool> stood;
             for (auto& peer : peers_) {
                 peer.body.clear();
+                stood.push_back(peer.paused);
             }
-            auto replies = client_.request("POST", target_, peers_.to_live(), until, stop);
+            const auto message = peers_.to_live();
+            for (auto& peer : peers_) {
+                peer.paused = peer.paused || peer.live;
+            }
+            auto replies = client_.request("POST", target_, message, until, stop);
             for (std::size_t i = 0; i < replies.size(); ++i) {
-                auto& answer = replies[i].answer;
-                // A server that was asked and did not answer may stand still all the same.
-                const bool may_stand =
-                    replies[i].ok() ||
-                    (answer.fault != reply_fault::none && answer.fault != reply_fault::left_out &&
-                     answer.fault != reply_fault::unreachable);
-                peers_[i].paused = peers_[i].paused || may_stand;
-                if (answer.status == 404) {
-                    answer.body = no_such_route;
+                peers_[i].paused = stood[i] || may_stand(replies[i]);
+                if (replies[i].answer.status == 404) {
+                    replies[i].answer.body = no_such_route;
                 }
             }
             return replies;
@@ -94,7 +97,10 @@ public:
     /// its `resume_error` and told as a warning, and it is asked again after the next round.
     void resume(deadline until) noexcept {
         if constexpr (HasRequest<Client>) {
-            const auto stands = [](const peer_state& peer) { return peer.paused; };
+            leave_mixed();
+            const auto stands = [this](const peer_state& peer) {
+                return peer.paused && !is_left(peer);
+            };
             if (std::none_of(peers_.begin(), peers_.end(), stands)) {
                 return;
             }
@@ -108,7 +114,7 @@ public:
                 }
                 read(client_.request("POST", "/resume", peers_.to(stands), when, {}));
             } catch (...) {
-                warn({}, failure::current(phase::finish).text);
+                note_thrown(stands);
             }
         }
     }
@@ -124,6 +130,42 @@ private:
             case round_pause::wait: return pause_mode::wait;
             case round_pause::abort: return pause_mode::abort;
             default: return pause_mode::keep;
+        }
+    }
+
+    /// A server that was asked and did not answer may stand still all the same.
+    [[nodiscard]] static bool may_stand(const peer_reply& reply) noexcept {
+        const auto fault = reply.answer.fault;
+        return reply.ok() || (fault != reply_fault::none && fault != reply_fault::left_out &&
+                              fault != reply_fault::unreachable);
+    }
+
+    [[nodiscard]] bool is_left(const peer_state& peer) const noexcept {
+        return options_.leave_mixed_paused && peer.may_be_mixed;
+    }
+    void leave_mixed() noexcept {
+        for (const auto& peer : peers_) {
+            if (peer.paused && is_left(peer)) {
+                warn(peer.info.name,
+                     "left paused until a round commits there: it may hold old and new weights "
+                     "together");
+            }
+        }
+    }
+
+    /// The client threw, whatever it has done by then: the peers count as paused.
+    /// Call inside a catch block.
+    template <class Stands>
+    void note_thrown(Stands stands) noexcept {
+        try {
+            const auto why = failure::current(phase::finish);
+            warn({}, why.text);
+            for (auto& peer : peers_) {
+                if (stands(peer)) {
+                    peer.resume_error = why;
+                }
+            }
+        } catch (...) {  // NOLINT(bugprone-empty-catch): no memory even for that
         }
     }
 

@@ -153,6 +153,13 @@ private:
                                   " init messages for " + std::to_string(peers_.size()) + " peers",
                               {.phase = phase::init, .backend = std::string{traits::wire_name}}};
         }
+        // `prepare` takes no deadline; what it took is not blamed on the peers.
+        if (until.expired()) {
+            throw timeout_error{
+                "preparing the transfer took all of the time that there was for opening it; allow "
+                "more (trainer_options::init_budget)",
+                {.phase = phase::init, .backend = std::string{traits::wire_name}}};
+        }
         for (std::size_t i = 0; i < peers_.size(); ++i) {
             peers_[i].init = std::move(inits[i]);
         }

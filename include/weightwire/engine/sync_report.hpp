@@ -20,7 +20,7 @@ namespace weightwire {
 /// What became of one peer in a round.
 enum class peer_status : std::uint8_t {
     committed,  ///< serves the new version
-    failed,     ///< did not commit; serves the version it had, or is dirty
+    failed,     ///< did not commit; serves the version it had, or is dirty, or `may_be_mixed`
     unknown,    ///< was asked to commit and gave no answer: may serve either version, whole
     left_out,   ///< was lost before the round and could not be reached again
 };
@@ -44,8 +44,12 @@ struct peer_outcome {
     weight_version version = 0;  ///< last version known to be whole there
     failure error{};             ///< set unless committed
     failure resume_error{};      ///< set when `/resume` failed: it may stand still until the next
-    std::uint64_t bytes = 0;     ///< placed by its ranks, 0 when the peer does not say
-    double data_seconds = 0;     ///< its own data phase, 0 when the peer does not say
+    /// A vLLM server that was lost in an update or after it: it loads while it reads, so it may
+    /// serve old and new weights together until a round commits there or it is restarted. See
+    /// `trainer_options::leave_mixed_paused`. Our own workers never do.
+    bool may_be_mixed = false;
+    std::uint64_t bytes = 0;  ///< placed by its ranks, 0 when the peer does not say
+    double data_seconds = 0;  ///< its own data phase, 0 when the peer does not say
 };
 
 /// Seconds of one phase on the trainer, and the bytes of weights it moved.

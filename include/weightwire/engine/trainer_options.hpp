@@ -23,7 +23,9 @@ enum class round_pause : std::uint8_t {
                 ///< own workers, which change over at once
     none,       ///< nothing: the caller sees to it
     keep,       ///< freeze them; they go on with the new weights
-    wait,       ///< let them finish; vLLM has no limit for it, the round's deadline ends it
+    wait,       ///< let them finish; vLLM has no limit for it, so the pause is given up as failed
+                ///< after a quarter of the round's time: allow a round several times the longest
+                ///< answer
     abort,      ///< end them
 };
 
@@ -44,6 +46,10 @@ struct trainer_options {
     /// With a pause: whether servers forget what they computed with the old weights (prefix and
     /// key-value caches; frozen requests are recomputed). A finish does not make them.
     bool pause_clears_cache = true;
+    /// With a pause: whether a vLLM server that was lost in an update or after it, and so may hold
+    /// old and new weights together (`peer_outcome::may_be_mixed`), is left paused until a round
+    /// commits there, instead of serving what it holds. Nobody resumes it if none does.
+    bool leave_mixed_paused = false;
     /// Ends `trainer_init` early, with `cancelled_error`.
     std::stop_token stop{};
     /// Worker ranks behind each peer. Empty: the servers are asked. Given and asked: they must

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
 #include <stop_token>
@@ -20,6 +21,7 @@
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/detail/side_thread.hpp>
+#include <weightwire/engine/peer_data_half.hpp>
 #include <weightwire/engine/peer_init.hpp>
 #include <weightwire/engine/peer_table.hpp>
 #include <weightwire/engine/reply_checks.hpp>
@@ -197,6 +199,7 @@ public:
                 require_version(wire::decode_finish_reply(body).version, version_);
             }
             peer.version = version_;
+            peer.may_be_mixed = false;
             tell(events_, {.kind = event_kind::committed,
                            .phase = phase::finish,
                            .peer = peer.info.name,
@@ -271,10 +274,38 @@ private:
         }
     }
 
-    /// Control call and data of one part, side by side.
+    /// Moves one part and reads what the peers say of it.
     void update_part_of(const update_part& part, std::size_t index, tensor_stream& stream,
                         deadline until) {
-        const auto message = update_message_of(part, index, until);
+        const auto halves = run_halves(update_message_of(part, index, until), index, stream, until);
+        const auto& data = halves.data;
+        take_update(halves.replies, stream.manifest().total_bytes());
+        if (data && !is_echo(data)) {
+            std::rethrow_exception(data.thrown);
+        }
+        if (data.what.kind == "timeout") {
+            // Both gave up, for themselves or by each other: the sender may know who was missing.
+            peers_.blame_time("; the sender says: " + data.what.text);
+        }
+        if (data.late && data.what.kind == "cancelled") {
+            peers_.blame_time({});
+        }
+        if (data || !halves.stopped_by_us) {
+            require_live();
+        }
+    }
+
+    /// What the two halves of an update came to.
+    struct update_halves {
+        std::vector<peer_reply> replies{};
+        data_failure data{};
+        bool stopped_by_us = false;  ///< the calls were
+    };
+
+    /// Control call and data of one part, side by side.
+    /// @throws error the client failed.
+    [[nodiscard]] update_halves run_halves(const control_message& message, std::size_t index,
+                                           tensor_stream& stream, deadline until) {
         stop_data_ = std::stop_source{};
         answered_ = 0;
         peers_.blame_nobody();
@@ -283,63 +314,55 @@ private:
                                                   stop_calls.request_stop();
                                                   stop_data_.request_stop();
                                               }};
-        std::vector<peer_reply> replies;
+        update_halves out;
         failure control;
         auto job = [&]() noexcept {
             try {
-                replies = client_.update(message, until, stop_calls.get_token());
+                out.replies = client_.update(message, until, stop_calls.get_token());
             } catch (...) {
                 control = failure::current(phase::update);
                 stop_data_.request_stop();
             }
         };
         side_.start(job);
-        failure data;
-        std::exception_ptr thrown;
-        bool refused = false;
         const auto begin = deadline::clock::now();
-        try {
-            sender_->send(round_, index, stream, until, stop_data_.get_token());
-        } catch (...) {
-            data = failure::current(phase::update);
-            thrown = std::current_exception();
-            // A server that is about to say what is wrong is worth a moment.
-            if (data.kind == "peer") {
-                (void)side_.wait_until(until.capped(std::chrono::seconds{1}).when());
-            }
-            refused = peers_.has_blamed();
-            stop_calls.request_stop();
-        }
+        const auto send = [&](deadline when) {
+            sender_->send(round_, index, stream, when, stop_data_.get_token());
+        };
+        out.data = run_data_half(send, phase::update, side_, peers_, traits::capabilities, until,
+                                 stop_calls);
         const bool hurried =
-            !data && !side_.wait_until(grace_after(begin, until)) && hurry(stop_calls);
+            !out.data && !side_.wait_until(grace_after(begin, until)) && hurry(stop_calls);
         side_.wait();
         if (control) {
             control.raise();
         }
         if (hurried) {
-            blame_the_slow(replies);
+            blame_the_slow(out.replies);
         }
-        const bool stopped_by_us = stop_calls.stop_requested();
+        out.stopped_by_us = stop_calls.stop_requested();
+        return out;
+    }
+
+    void take_update(const std::vector<peer_reply>& replies, std::uint64_t total) {
         take(replies, phase::update, [&](peer_state& peer, const std::string& body) {
             if (init_.native()) {
                 const auto reply = wire::decode_update_reply(body);
-                require_sense(reply, peer, stream.manifest().total_bytes());
+                require_sense(reply, peer, total);
                 peer.bytes += reply.bytes;
                 peer.data_seconds += static_cast<double>(reply.ended_ns - reply.began_ns) * 1e-9;
             }
         });
-        // The sender only ended because a control call had failed: what that server says is worth
-        // more.
-        const bool echo = data.kind == "cancelled"
-                              ? stop_data_.stop_requested()
-                              : refused && peers_.live_count() == 0 &&
-                                    (data.kind == "peer" || data.kind == "timeout");
-        if (data && !echo) {
-            std::rethrow_exception(thrown);
-        }
-        if (data || !stopped_by_us) {
-            require_live();
-        }
+    }
+
+    /// Whether the sender only ended because a peer had failed: what that peer says is worth more.
+    /// Where one peer's end breaks the transfer for all, it is that whoever has everything by then;
+    /// a sender that can do without a peer ends so only with its last one.
+    [[nodiscard]] bool is_echo(const data_failure& data) const {
+        const auto& kind = data.what.kind;
+        return kind == "cancelled" ? stop_data_.stop_requested()
+                                   : data.refused && (kind == "peer" || kind == "timeout") &&
+                                         (!drops_peers || peers_.live_count() == 0);
     }
 
     /// Stops waiting for peers that the sender has left behind, once another has answered.
@@ -369,6 +392,9 @@ private:
             message = peers_.update_to_live();
             message.content_type = wire::native_content_type;
         } else {
+            for (auto& peer : peers_) {
+                peer.may_be_mixed = peer.may_be_mixed || peer.live;
+            }
             message = peers_.vllm_update_to_live(part);
         }
         message.observer = {.call = &trainer_session::on_reply, .context = this};
@@ -385,7 +411,7 @@ private:
             return;
         }
         self.peers_[i].live = false;
-        self.peers_.blame(i);
+        self.peers_.blame(i, tells_of_peer(reply));
         if constexpr (HasDropPeer<sender_type>) {
             self.sender_->drop_peer(i);
             if (self.peers_.live_count() == 0) {

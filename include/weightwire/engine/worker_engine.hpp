@@ -70,11 +70,11 @@ public:
 
     /// An engine of one rank. `sink` outlives it.
     worker_engine(Tag tag, Sink& sink, worker_options<Events> options = {})
-        : worker_engine{tag, std::vector<Sink*>{&sink}, std::move(options)} {}
+        : worker_engine{std::move(tag), std::vector<Sink*>{&sink}, std::move(options)} {}
     /// An engine of several ranks: local rank `i` writes to `*sinks[i]`.
     /// @throws usage_error no sink, or a null one.
-    worker_engine(Tag /*tag*/, const std::vector<Sink*>& sinks, worker_options<Events> options = {})
-        : boot_id_{detail::boot_id()}, sessions_{sinks, std::move(options)} {}
+    worker_engine(Tag tag, const std::vector<Sink*>& sinks, worker_options<Events> options = {})
+        : boot_id_{detail::boot_id()}, sessions_{std::move(tag), sinks, std::move(options)} {}
     worker_engine(const worker_engine&) = delete;
     worker_engine& operator=(const worker_engine&) = delete;
     /// Rolls back an open session and lets go of the trainer's memory.
@@ -98,7 +98,7 @@ public:
         detail::check_native_init<Tag>(message, world_size());
         detail::check_native_parameters(message.parameters, ranks());
         detail::check_native_owner(message, owner_.owner(), at(phase::init));
-        const auto until = native_deadline(message.budget_ms);
+        const auto until = traits::capabilities.before_let_go(native_deadline(message.budget_ms));
         auto next = std::make_unique<wire::native_init>(std::move(message));
         const transport_open with{.wire_parameters = next->wire_parameters,
                                   .transport = next->transport,
@@ -145,7 +145,7 @@ public:
     /// @throws mismatch_error the part is of another plan. @throws protocol_error it is no part of
     /// the list. @throws what the receivers throw. After these three the session is over.
     wire::native_update_reply update(const wire::native_update& message, const worker_call& call) {
-        const auto until = native_deadline(message.budget_ms);
+        const auto until = traits::capabilities.before_let_go(native_deadline(message.budget_ms));
         turn mine{gate_, turn_kind::ordinary, until, call.stop, phase::update};
         sessions_.end_idle_session();
         require_native({message.epoch, message.session}, phase::update);

@@ -42,15 +42,17 @@ namespace weightwire::detail {
 template <class Tag, class Sink>
 class worker_ranks {
     using turn = call_gate::entry;
+    using receiver = typename backend_traits<Tag>::receiver;
 
 public:
     using receivers = rank_receivers<Tag>;
 
+    /// @param tag for the receivers.
     /// @param sinks one a rank, outliving this object.
     /// @param devices one a rank, or empty: see `rank_devices`.
     /// @throws usage_error no sink, a null one, or devices that do not fit.
-    worker_ranks(const std::vector<Sink*>& sinks, std::span<const int> devices)
-        : crew_{sinks.size()} {
+    worker_ranks(Tag tag, const std::vector<Sink*>& sinks, std::span<const int> devices)
+        : tag_{std::move(tag)}, crew_{sinks.size()} {
         for (auto* sink : sinks) {
             if (sink == nullptr) {
                 throw usage_error{"a worker engine was given a null sink"};
@@ -67,10 +69,11 @@ public:
     [[nodiscard]] Sink& sink(std::size_t rank) const noexcept {
         return ranks_[rank].session.sink();
     }
-    /// Whether a rank's live weights are a mix.
+    /// Whether a rank's live weights are a mix, or may become one at any time.
     [[nodiscard]] bool any_dirty() const {
-        return std::any_of(ranks_.begin(), ranks_.end(),
-                           [](const rank_state& rank) { return rank.session.sink().dirty(); });
+        return lost_ || std::any_of(ranks_.begin(), ranks_.end(), [](const rank_state& rank) {
+                   return rank.session.sink().dirty();
+               });
     }
 
     // Receivers.
@@ -82,9 +85,13 @@ public:
     void open(const transport_open& with, int rank_offset, int world_size, deadline until,
               turn& mine) {
         release();
-        auto made = std::make_unique<receivers>(devices_, rank_offset, world_size);
-        made->open(crew_, with, until, mine.stop_source());
-        receivers_ = std::move(made);
+        receivers_ = std::make_unique<receivers>(tag_, devices_, rank_offset, world_size);
+        try {
+            receivers_->open(crew_, with, until, mine.stop_source());
+        } catch (...) {
+            release();
+            throw;
+        }
     }
     /// The same beside the receivers that are in use. Any thread, and beside a call: it has threads
     /// of its own, since those of the ranks may be at work for the trainer that is still here.
@@ -92,7 +99,7 @@ public:
                                                          int rank_offset, int world_size,
                                                          deadline until,
                                                          const std::stop_token& stop) const {
-        auto made = std::make_unique<receivers>(devices_, rank_offset, world_size);
+        auto made = std::make_unique<receivers>(tag_, devices_, rank_offset, world_size);
         std::stop_source all;
         const std::stop_callback forward{stop, [&all]() noexcept { all.request_stop(); }};
         rank_crew crew{ranks_.size()};
@@ -102,7 +109,26 @@ public:
     /// Takes over what `open_beside` has opened.
     void adopt(std::unique_ptr<receivers> opened) noexcept { receivers_ = std::move(opened); }
     /// Lets go of everything of the trainer's. Idempotent.
-    void release() noexcept { receivers_.reset(); }
+    void release() noexcept {
+        if (receivers_ != nullptr) {
+            receivers_->release(crew_);
+            lost_ = lost_ || receivers_->lost();
+            receivers_.reset();
+        }
+    }
+    /// Whether a receiver that was released, or one that could not be opened, was `HasLost`.
+    [[nodiscard]] bool lost() const noexcept { return lost_; }
+    /// @copydoc rank_receivers::table_bytes
+    [[nodiscard]] std::uint64_t table_bytes() const noexcept {
+        return receivers_ != nullptr ? receivers_->table_bytes() : 0;
+    }
+    /// @copydoc rank_receivers::describe
+    template <class Visit>
+    void describe(Visit visit) const {
+        if (receivers_ != nullptr) {
+            receivers_->describe(visit);
+        }
+    }
 
     // A session.
 
@@ -116,7 +142,16 @@ public:
 
     /// Asks every sink for its destinations. Those that have readers wait for them here, side by
     /// side, so that the slowest reader is waited for once and not once a rank.
+    /// @throws resource_error what a receiver had begun could not be ended: no memory of this
+    /// process is safe from it.
     void begin(const session_info& info, deadline until, turn& mine) {
+        lost_ = lost_ || (receivers_ != nullptr && receivers_->lost());
+        if (lost_) {
+            throw resource_error{
+                "work on a device of this worker could not be ended and may write to its memory at "
+                "any later time; restart this process",
+                {.phase = phase::start, .backend = std::string{backend_traits<Tag>::wire_name}}};
+        }
         on_all(mine,
                [&](std::size_t i) { ranks_[i].session.begin(info, list_, until, mine.stop()); });
     }
@@ -131,12 +166,19 @@ public:
             place_names(named);
         }
         const auto before = bytes();
+        if constexpr (HasReceivePrepare<receiver>) {
+            on_all(mine, [&](std::size_t i) {
+                with_target(i, message, named.get(), [&](const auto& own, auto& target) {
+                    (*receivers_)[i].prepare(own, target, until, mine.stop());
+                });
+            });
+        }
         on_all(mine, [&](std::size_t i) {
-            auto own = message;  // vLLM's request has one entry a rank, the rest is the same
-            if (named != nullptr) {
-                own.extras = named->entry(i).extras;
-            }
-            receive_on(i, own, named != nullptr, until, mine.stop());
+            with_target(i, message, named.get(), [&](const auto& own, auto& target) {
+                ranks_[i].began_ns = monotonic_ns();
+                (*receivers_)[i].receive(own, target, until, mine.stop());
+                ranks_[i].ended_ns = monotonic_ns();
+            });
         });
         // From the first rank's begin to the last one's end: what the trainer waits for.
         wire::native_update_reply result{.bytes = bytes() - before,
@@ -228,16 +270,18 @@ private:
         crew_.run(work, [&] { mine.request_stop(); });
     }
 
-    /// One rank's share. The times are its own, so that a rank's late thread counts as waiting.
-    void receive_on(std::size_t i, const update_message& message, bool named, deadline until,
-                    std::stop_token stop) {
-        auto& rank = ranks_[i];
-        const auto positions =
-            named ? std::span<const std::size_t>{rank.positions} : std::span<const std::size_t>{};
-        update_target target{rank.session, parameters(), message.first, message.count, positions};
-        rank.began_ns = monotonic_ns();
-        (*receivers_)[i].receive(message, target, until, std::move(stop));
-        rank.ended_ns = monotonic_ns();
+    /// `work(message, target)` with one rank's share of an update.
+    template <class Work>
+    void with_target(std::size_t i, const update_message& message,
+                     const wire::vllm_update_request* named, Work work) {
+        auto own = message;  // vLLM's request has one entry a rank, the rest is the same
+        std::span<const std::size_t> positions;
+        if (named != nullptr) {
+            own.extras = named->entry(i).extras;
+            positions = ranks_[i].positions;
+        }
+        update_target target{ranks_[i].session, parameters(), own.first, own.count, positions};
+        work(own, target);
     }
 
     [[nodiscard]] std::uint64_t bytes() const noexcept {
@@ -299,6 +343,8 @@ private:
         }
     }
 
+    Tag tag_;
+    bool lost_ = false;  ///< see `rank_receivers::lost`; for the rest of the process
     std::deque<rank_state> ranks_;
     std::vector<int> devices_;              ///< of each rank's receiver
     std::unique_ptr<receivers> receivers_;  ///< of the trainer that is here; none between two

@@ -42,8 +42,8 @@ class worker_session {
     using turn = call_gate::entry;
 
 public:
-    worker_session(const std::vector<Sink*>& sinks, worker_options<Events> options)
-        : options_{std::move(options)}, ranks_{sinks, options_.devices} {
+    worker_session(Tag tag, const std::vector<Sink*>& sinks, worker_options<Events> options)
+        : options_{std::move(options)}, ranks_{std::move(tag), sinks, options_.devices} {
         // Sinks may hold weights before the first trainer comes; its versions go on from theirs.
         const weight_version loaded = ranks_.sink(0).version();
         session_ = session{loaded, ranks_.any_dirty(), random_epoch()};
@@ -130,9 +130,14 @@ public:
         tell({.kind = event_kind::phase_begun, .phase = phase::init});
         try {
             open();
+            told_tables_ = 0;
+            tell_choices(phase::init);
             step(phase::init, [](session& s) { return s.init_done(); });
         } catch (...) {
-            ranks_.release();  // half of the receivers may be open
+            ranks_.release();  // those of a backend that opens beside may be
+            if (ranks_.lost()) {
+                publish_sinks();
+            }
             give_up(phase::init, &session::init_failed);
         }
         tell({.kind = event_kind::phase_ended, .phase = phase::init});
@@ -179,6 +184,9 @@ public:
                 }
             }
             reply = ranks_.receive(message, named, until, mine);
+            if (ranks_.table_bytes() != told_tables_) {
+                tell_choices(phase::update);
+            }
             step(phase::update, [](session& s) { return s.update_done(); });
         } catch (...) {
             // First: a receiver may still refer to the destinations. And a transport whose peer was
@@ -300,6 +308,15 @@ private:
         }
     }
 
+    /// Tells what the receivers have chosen and what memory it costs.
+    void tell_choices([[maybe_unused]] phase where) {
+        if constexpr (!std::is_same_v<Events, no_events>) {
+            ranks_.describe([&](const std::string& text) {
+                tell({.kind = event_kind::chosen, .phase = where, .text = text});
+            });
+        }
+        told_tables_ = ranks_.table_bytes();
+    }
     void tell(const event& what) noexcept {
         if constexpr (!std::is_same_v<Events, no_events>) {
             options_.events.on(what);
@@ -344,6 +361,7 @@ private:
     std::mutex session_mutex_;  // of session_; never held while a rank works
     session session_;
     worker_ranks<Tag, Sink> ranks_;
+    std::uint64_t told_tables_ = 0;  ///< memory of the receivers that an event has told of
 };
 
 }  // namespace weightwire::detail

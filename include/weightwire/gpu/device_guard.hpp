@@ -41,8 +41,33 @@ namespace weightwire::gpu {
            device_attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
+namespace detail {
+
+/// Whether this process uses `device` already, asked without beginning to. Yes where the driver
+/// cannot be asked.
+[[nodiscard]] inline bool has_primary_context(int device) noexcept {
+    using query_type = int (*)(int device, unsigned int* flags, int* active);
+    void* query = nullptr;
+    auto found = cudaDriverEntryPointSymbolNotFound;
+    const auto asked = cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &query, 7000,
+                                                        cudaEnableDefault, &found);
+    if (asked != cudaSuccess || found != cudaDriverEntryPointSuccess || query == nullptr) {
+        static_cast<void>(cudaGetLastError());
+        return true;
+    }
+    unsigned int flags = 0;
+    int active = 1;
+    return reinterpret_cast<query_type>(query)(device, &flags, &active) != 0 || active != 0;
+}
+
+}  // namespace detail
+
 /// Makes `device` current for the calling thread until the end of the scope, then the former one
 /// again. Cheap where it already is current. Not for use across threads.
+///
+/// A former device that this process does not use does not become current again, since that would
+/// make a context on it, of hundreds of megabytes. It can only be the one that a thread has by
+/// default: `cudaSetDevice` makes the context of the device that it chooses.
 class device_guard {
 public:
     /// @throws resource_error, unsupported_error the device does not exist or cannot be used.
@@ -52,7 +77,7 @@ public:
         }
     }
     ~device_guard() {
-        if (changed_) {
+        if (changed_ && detail::has_primary_context(former_)) {
             static_cast<void>(cudaSetDevice(former_));
         }
     }

@@ -46,6 +46,14 @@ public:
               "cudaFuncSetAttribute");
     }
 
+    /// Loads the code onto the current device, where it is not there yet: the driver does that at
+    /// the first use on each device otherwise, and may hold it up until kernels that run there have
+    /// ended.
+    void load_here() const {
+        cudaFuncAttributes read{};
+        check(cudaFuncGetAttributes(&read, native_), "cudaFuncGetAttributes");
+    }
+
     /// Puts one launch into `on`, a stream of the current device, and returns.
     ///
     /// Each argument has exactly the type of the kernel's parameter; it is copied before this
@@ -110,13 +118,16 @@ private:
 
 }  // namespace detail
 
-/// The kernel for the architecture of `device`: compiled and loaded at the first call for it in
-/// this process, which takes some tenths of a second, and remembered. Thread-safe.
+/// The kernel for the architecture of `device`: compiled at the first call for it in this process,
+/// which takes some tenths of a second, and remembered. When this returns it is loaded onto
+/// `device`, so that no launch has to. Thread-safe.
 /// @throws unsupported_error NVRTC is missing, or cannot compile for the device.
 [[nodiscard]] inline kernel load_kernel(const kernel_source& source, int device) {
     const int architecture = compute_capability(device);
     const device_guard guard{device};
-    return detail::compiled_kernels().find_or_compile(source, architecture);
+    const auto found = detail::compiled_kernels().find_or_compile(source, architecture);
+    found.load_here();
+    return found;
 }
 
 }  // namespace weightwire::gpu

@@ -26,6 +26,7 @@
 #include <weightwire/nccl_api/element.hpp>
 #include <weightwire/nccl_api/error.hpp>
 #include <weightwire/nccl_api/library.hpp>
+#include <weightwire/nccl_api/lost_devices.hpp>
 #include <weightwire/nccl_api/nccl.hpp>
 
 /// @file
@@ -71,7 +72,8 @@ public:
     /// @throws resource_error NCCL finds no network interface.
     [[nodiscard]] static unique_id make_unique_id(const library& used) {
         ncclUniqueId native{};
-        check(used, used.calls().get_unique_id(&native), "ncclGetUniqueId",
+        const std::size_t before = detail::digest_of_words(used);
+        check(used, used.calls().get_unique_id(&native), "ncclGetUniqueId", before,
               {.phase = phase::init, .backend = "nccl"});
         unique_id id{};
         std::memcpy(id.data(), native.internal, id.size());
@@ -141,7 +143,7 @@ public:
     [[nodiscard]] bool usable() const noexcept { return held_ != nullptr && held_->native; }
     /// Whether an abort did not return in time. The communicator was then left behind with all it
     /// holds, and memory that was given to it must be left behind too: a kernel may still use it,
-    /// and freeing device memory waits for kernels.
+    /// and freeing device memory waits for kernels. `lost_devices` remembers the device.
     [[nodiscard]] bool lost() const noexcept { return lost_; }
 
     [[nodiscard]] int rank() const noexcept { return rank_; }
@@ -177,10 +179,13 @@ private:
     [[nodiscard]] operation begin(std::string_view name, phase in, deadline until,
                                   const std::stop_token& stop) const;
     void require_usable(std::string_view name, phase in) const;
+    void require_sendable(const std::byte* data, std::uint64_t count, element type, int root,
+                          const operation& current) const;
+    template <class Work>
+    void or_abort(Work work);
     void await_progress(operation& current);
     void await_point(const gpu::event& point, operation& current);
     void bound_queue(gpu::stream_ref on, operation& current);
-    [[nodiscard]] bool is_done(const gpu::event& point);
     void watch_meeting(operation& current) const;
     void check_limits(const operation& current);
     [[nodiscard]] ncclResult_t state(const operation& current);
@@ -248,18 +253,20 @@ inline communicator communicator::join(const library& used, const unique_id& id,
 inline void communicator::warm_up(deadline until, const std::stop_token& stop) {
     require_usable("ncclAllReduce", phase::init);
     auto current = begin("ncclAllReduce", phase::init, until, stop);
-    const gpu::device_guard guard{held_->device};
-    gpu::check(cudaMemsetAsync(held_->one.data(), 0, sizeof(float), held_->stream.native_handle()),
-               "cudaMemsetAsync", context_of(current));
-    const ncclResult_t result =
-        used_.calls().all_reduce(held_->one.data(), held_->one.data(), 1, ncclFloat32, ncclSum,
-                                 held_->native, held_->stream.native_handle());
-    if (result != ncclSuccess && result != ncclInProgress) {
-        fail(current, result);
-    }
-    await_progress(current);
-    held_->done.record(held_->stream);
-    await_point(held_->done, current);
+    or_abort([&] {
+        const gpu::device_guard guard{held_->device};
+        const cudaStream_t on = held_->stream.native_handle();
+        gpu::check(cudaMemsetAsync(held_->one.data(), 0, sizeof(float), on), "cudaMemsetAsync",
+                   context_of(current));
+        const ncclResult_t result = used_.calls().all_reduce(
+            held_->one.data(), held_->one.data(), 1, ncclFloat32, ncclSum, held_->native, on);
+        if (result != ncclSuccess && result != ncclInProgress) {
+            fail(current, result);
+        }
+        await_progress(current);
+        held_->done.record(held_->stream);
+        await_point(held_->done, current);
+    });
 }
 
 inline void communicator::broadcast(std::byte* data, std::uint64_t count, element type, int root,
@@ -267,6 +274,24 @@ inline void communicator::broadcast(std::byte* data, std::uint64_t count, elemen
                                     const std::stop_token& stop) {
     require_usable("ncclBroadcast", phase::update);
     auto current = begin("ncclBroadcast", phase::update, until, stop);
+    or_abort([&] {
+        require_sendable(data, count, type, root, current);
+        if (count == 0) {
+            return;
+        }
+        bound_queue(on, current);
+        const ncclResult_t result =
+            used_.calls().broadcast(data, data, count, static_cast<ncclDataType_t>(type), root,
+                                    held_->native, on.native_handle());
+        if (result != ncclSuccess && result != ncclInProgress) {
+            fail(current, result);
+        }
+        await_progress(current);
+    });
+}
+
+inline void communicator::require_sendable(const std::byte* data, std::uint64_t count, element type,
+                                           int root, const operation& current) const {
     if (root < 0 || root >= world_size_ || (data == nullptr && count != 0)) {
         throw usage_error{"a broadcast needs a root in the group and memory", context_of(current)};
     }
@@ -277,31 +302,32 @@ inline void communicator::broadcast(std::byte* data, std::uint64_t count, elemen
                                     "; send bytes, or use a newer one on all ranks",
                                 context_of(current)};
     }
-    if (count == 0) {
-        return;
-    }
-    bound_queue(on, current);
-    const ncclResult_t result =
-        used_.calls().broadcast(data, data, count, static_cast<ncclDataType_t>(type), root,
-                                held_->native, on.native_handle());
-    if (result != ncclSuccess && result != ncclInProgress) {
-        fail(current, result);
-    }
-    await_progress(current);
 }
 
 inline void communicator::wait(const gpu::event& point, deadline until,
                                const std::stop_token& stop) {
     require_usable("wait", phase::update);
     auto current = begin("wait", phase::update, until, stop);
-    await_point(point, current);
+    or_abort([&] { await_point(point, current); });
+}
+
+/// A device that fails, or a call that is refused here, is a failure like any other: the group
+/// ends, since the other ranks may wait for what will not come.
+template <class Work>
+void communicator::or_abort(Work work) {
+    try {
+        work();
+    } catch (...) {
+        abort();
+        throw;
+    }
 }
 
 inline void communicator::await_point(const gpu::event& point, operation& current) {
     detail::pause pause;
     for (;;) {
         // In this order: an error that came before the point is seen once the point is done.
-        const bool done = is_done(point);
+        const bool done = point.is_done();
         if (const ncclResult_t result = state(current);
             result != ncclSuccess && result != ncclInProgress) {
             fail(current, result);
@@ -311,16 +337,6 @@ inline void communicator::await_point(const gpu::event& point, operation& curren
         }
         check_limits(current);
         pause();
-    }
-}
-
-/// A device that fails is a failure like any other: the group ends.
-inline bool communicator::is_done(const gpu::event& point) {
-    try {
-        return point.is_done();
-    } catch (...) {
-        abort();
-        throw;
     }
 }
 
@@ -342,6 +358,7 @@ inline void communicator::abort() noexcept {
     const ncclComm_t native = std::exchange(held_->native, nullptr);
     if (!detail::abort_within(used_, native, abort_bound)) {
         lost_ = true;
+        lost_devices::note(held_->device);
         static_cast<void>(held_.release());  // on purpose: see resources
     }
 }
@@ -378,12 +395,11 @@ inline void communicator::await_progress(operation& current) {
 }
 
 /// The process that made the unique id is told of a rank that came twice and of world sizes that
-/// differ, but its own join is not: it would wait until the deadline. It gets two more seconds,
+/// differ, but its own join is not: it would wait until the deadline. It gets some seconds more,
 /// because the words can be those of another group of this process.
 inline void communicator::watch_meeting(operation& current) const {
-    if (detail::digest_of_words(used_) != current.words_before &&
-        detail::mentions(last_words(used_), "Bootstrap Root")) {
-        current.until = current.until.capped(std::chrono::seconds{2});
+    if (detail::tells_of_check_in(detail::words_since(used_, current.words_before))) {
+        current.until = current.until.capped(std::chrono::seconds{10});
     }
 }
 
@@ -449,7 +465,7 @@ inline std::string_view communicator::abort_and_tell() noexcept {
 }
 
 inline void communicator::fail(const operation& current, ncclResult_t result) {
-    const std::string words = last_words(used_);
+    const std::string words = detail::words_since(used_, current.words_before);
     error_context context = context_of(current);
     const std::string_view addition = abort_and_tell();
     throw_failure(used_, result, current.name, words, std::move(context), addition);

@@ -37,6 +37,12 @@ namespace detail {
     return words != nullptr ? std::hash<std::string_view>{}(words) : 0;
 }
 
+/// The last words, where they were written since `before`, a digest of them. Else none: they are
+/// of some other operation, perhaps of a group that ended long ago.
+[[nodiscard]] inline std::string words_since(const library& from, std::size_t before) {
+    return digest_of_words(from) != before ? last_words(from) : std::string{};
+}
+
 [[nodiscard]] inline bool mentions(std::string_view text, std::string_view part) noexcept {
     return text.find(part) != std::string_view::npos;
 }
@@ -50,10 +56,18 @@ namespace detail {
 /// Whether NCCL's words tell of ranks with different versions. Seen: one side compares the versions
 /// of all ranks ("Mismatched NCCL version detected"), the other that of its connection ("NCCL
 /// version mismatch with remote peer"). Releases that do not, stumble over a record whose size
-/// differs.
-[[nodiscard]] inline bool tells_of_versions(std::string_view words) noexcept {
+/// differs; once ranks have met, that is a broadcast of another size.
+/// @param meeting whether the ranks are still about to meet.
+[[nodiscard]] inline bool tells_of_versions(std::string_view words, bool meeting) noexcept {
     return mentions(words, "Mismatched NCCL version") || mentions(words, "NCCL version mismatch") ||
-           mentions(words, "Message truncated");
+           (meeting && mentions(words, "Message truncated"));
+}
+
+/// Whether the words are those of the process that made a unique id, on ranks that cannot all come:
+/// a world size that differs, or a rank that came twice. Other warnings of that process are not.
+[[nodiscard]] inline bool tells_of_check_in(std::string_view words) noexcept {
+    return mentions(words, "Bootstrap Root") &&
+           (mentions(words, "mismatch in") || mentions(words, "already checked in"));
 }
 
 /// Whether NCCL's words tell of a connection, that is of the other side.
@@ -68,8 +82,10 @@ namespace detail {
 /// @param used the copy that returned it.
 /// @param result neither success nor "in progress".
 /// @param operation the call's name.
-/// @param words NCCL's words on it, from `last_words`; taken before an abort adds its own.
-/// @param context phase, rank and peer; its native members are replaced.
+/// @param words NCCL's words on it, from `words_since`; taken before an abort adds its own. They
+/// are classified, so those of another operation would give another error.
+/// @param context phase, rank and peer; its native members are replaced. In the phase of init, the
+/// ranks are about to meet.
 /// @param addition a sentence that is put behind ours, such as what the abort met.
 /// @throws mismatch_error the ranks use different versions.
 /// @throws peer_error another rank is gone, or hung up.
@@ -86,7 +102,7 @@ namespace detail {
         context.native_text.append(": ").append(words);
     }
     const auto sentence = [&](std::string text) { return text.append(addition); };
-    if (detail::tells_of_versions(words)) {
+    if (detail::tells_of_versions(words, context.phase == phase::init)) {
         throw mismatch_error{sentence(detail::explain_versions(used)), std::move(context), where};
     }
     if (detail::mentions(words, "Duplicate GPU")) {
@@ -111,11 +127,13 @@ namespace detail {
 }
 
 /// Throws where `result` is a failure; returns on success and on "in progress".
+/// @param words_before `detail::digest_of_words` from before the call.
 inline void check(const library& used, ncclResult_t result, std::string_view operation,
-                  error_context context = {},
+                  std::size_t words_before, error_context context = {},
                   std::source_location where = std::source_location::current()) {
     if (result != ncclSuccess && result != ncclInProgress) {
-        throw_failure(used, result, operation, last_words(used), std::move(context), {}, where);
+        throw_failure(used, result, operation, detail::words_since(used, words_before),
+                      std::move(context), {}, where);
     }
 }
 

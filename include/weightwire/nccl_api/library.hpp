@@ -14,6 +14,7 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/gpu/nvrtc.hpp>
 #include <weightwire/nccl_api/nccl.hpp>
+#include <weightwire/nccl_api/version.hpp>
 
 /// @file
 /// NCCL, opened at run time. Nothing links it, because the right copy is the peer's: NCCL refuses a
@@ -21,13 +22,6 @@
 /// another copy for reasons of its own.
 
 namespace weightwire::nccl_api {
-
-/// `22809` as people write it: `2.28.9`.
-[[nodiscard]] inline std::string version_text(int version) {
-    // Up to 2.8 the code was major * 1000; those releases are older than anything opened here.
-    return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-           std::to_string(version % 100);
-}
 
 namespace detail {
 

@@ -69,8 +69,9 @@ namespace detail {
     return std::max<std::uint64_t>(item_bits(type) / 8, 1);
 }
 
-/// Whether `ncclBroadcast` has a type for it. NCCL's fp8 of one sign is e4m3fn on NVIDIA's devices.
-[[nodiscard]] constexpr bool nccl_has(dtype type) noexcept {
+/// Whether vLLM's unpacked transfer, which names each tensor's own type to NCCL, has a name for it.
+/// `nccl_api::element_of` has more: those that NCCL knows.
+[[nodiscard]] constexpr bool vllm_unpacked_takes(dtype type) noexcept {
     switch (type) {
         case dtype::i8:
         case dtype::u8:
@@ -189,10 +190,10 @@ inline void require_python_can_take(const manifest& parameters, const broadcast_
                                         ", so vLLM cannot take this tensor; send another dtype",
                                     context};
         }
-        if (!options.packed && !nccl_has(parameter.dtype)) {
+        if (!options.packed && !vllm_unpacked_takes(parameter.dtype)) {
             throw unsupported_error{
-                "NCCL has no type for " + type +
-                    ", so vLLM's unpacked transfer cannot take this tensor; send packed, where "
+                "vLLM names no type of NCCL for " + type +
+                    ", so its unpacked transfer cannot take this tensor; send packed, where "
                     "tensors travel as bytes",
                 context};
         }

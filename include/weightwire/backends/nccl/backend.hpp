@@ -1,6 +1,7 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <chrono>
 #include <string_view>
 
 #include <weightwire/backends/nccl/cuda_machinery.hpp>
@@ -24,11 +25,13 @@ using receiver = basic_receiver<cuda_machinery>;
 template <>
 struct backend_traits<nccl::backend> {
     static constexpr std::string_view wire_name = "nccl";
+    /// An abort took 0.4 to 0.9 s with few broadcasts queued: benchmarks/results/nccl_abort.txt.
     static constexpr transport_capabilities capabilities{.host_memory = true,
                                                          .device_memory = true,
                                                          .one_sided = false,
                                                          .drops_peers = false,
-                                                         .speaks_vllm = true};
+                                                         .speaks_vllm = true,
+                                                         .let_go = std::chrono::seconds{1}};
     using init_info = nccl::trainer_init_info;
     using sender = nccl::sender;
     using receiver = nccl::receiver;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <map>
 #include <span>
 #include <stop_token>
 #include <string>
@@ -41,14 +42,18 @@ public:
     using event = gpu::event;
     using communicator = nccl_api::communicator;
 
-    /// `gpu::gather` over runs.
-    class gather_plan {
+    /// `gpu::gather` or `gpu::scatter` over runs.
+    template <class Kernel, class Item>
+    class copy_runs {
     public:
         /// @param beside most blocks of a launch beside a broadcast.
-        gather_plan(int device, std::span<const std::vector<byte_run>> chunks, unsigned int beside)
-            : kernel_{device, converted(chunks)}, beside_{beside} {}
-        void launch(std::size_t chunk, std::byte* buffer, gpu::stream_ref on,
-                    copy_pace pace) const {
+        copy_runs(int device, std::span<const std::vector<byte_run>> chunks, unsigned int beside,
+                  gpu::stream_ref uploads)
+            : kernel_{device, converted(chunks), gpu::copy_form::automatic, uploads},
+              beside_{beside} {}
+        /// @param buffer `std::byte*` of a gather, `const std::byte*` of a scatter.
+        template <class Byte>
+        void launch(std::size_t chunk, Byte* buffer, gpu::stream_ref on, copy_pace pace) const {
             kernel_.launch(chunk, buffer, on, pace == copy_pace::full ? 0 : beside_);
         }
         [[nodiscard]] std::size_t table_bytes() const noexcept {
@@ -56,9 +61,9 @@ public:
         }
 
     private:
-        [[nodiscard]] static std::vector<std::vector<gpu::gather_item>> converted(
+        [[nodiscard]] static std::vector<std::vector<Item>> converted(
             std::span<const std::vector<byte_run>> chunks) {
-            std::vector<std::vector<gpu::gather_item>> out(chunks.size());
+            std::vector<std::vector<Item>> out(chunks.size());
             for (std::size_t i = 0; i < chunks.size(); ++i) {
                 out[i].reserve(chunks[i].size());
                 for (const auto& run : chunks[i]) {
@@ -67,45 +72,20 @@ public:
             }
             return out;
         }
-        gpu::gather kernel_;
+        Kernel kernel_;
         unsigned int beside_;
     };
-    /// `gpu::scatter` over runs.
-    class scatter_plan {
-    public:
-        /// @param beside most blocks of a launch beside a broadcast.
-        scatter_plan(int device, std::span<const std::vector<byte_run>> chunks, unsigned int beside)
-            : kernel_{device, converted(chunks)}, beside_{beside} {}
-        void launch(std::size_t chunk, const std::byte* buffer, gpu::stream_ref on,
-                    copy_pace pace) const {
-            kernel_.launch(chunk, buffer, on, pace == copy_pace::full ? 0 : beside_);
-        }
-        [[nodiscard]] std::size_t table_bytes() const noexcept {
-            return kernel_.plan().table_bytes();
-        }
-
-    private:
-        [[nodiscard]] static std::vector<std::vector<gpu::scatter_item>> converted(
-            std::span<const std::vector<byte_run>> chunks) {
-            std::vector<std::vector<gpu::scatter_item>> out(chunks.size());
-            for (std::size_t i = 0; i < chunks.size(); ++i) {
-                out[i].reserve(chunks[i].size());
-                for (const auto& run : chunks[i]) {
-                    out[i].push_back({run.address, run.offset, run.bytes});
-                }
-            }
-            return out;
-        }
-        gpu::scatter kernel_;
-        unsigned int beside_;
-    };
+    using gather_plan = copy_runs<gpu::gather, gpu::gather_item>;
+    using scatter_plan = copy_runs<gpu::scatter, gpu::scatter_item>;
 
     /// @param library path of libnccl. Empty: the file that the environment variable
     /// WEIGHTWIRE_LIBNCCL names, or else what `nccl_api::library::open` finds by itself.
     /// @throws unsupported_error no such device, or no libnccl.
     cuda_machinery(int device, const std::string& library)
-        : device_{device}, library_{nccl_api::library::open(chosen(library))} {
-        const gpu::device_guard guard{device};  // names the device where it cannot be used
+        : device_{device},
+          library_{nccl_api::library::open(chosen(library))},
+          uploads_{device},  // names the device where it cannot be used
+          relay_{device} {
         beside_ = static_cast<unsigned int>(
                       gpu::device_attribute(cudaDevAttrMultiProcessorCount, device)) /
                   copy_share;
@@ -122,13 +102,15 @@ public:
     [[nodiscard]] const std::string& library_path() const noexcept { return library_.path(); }
     [[nodiscard]] std::string library_description() const { return library_.description(); }
 
-    /// Compiles and loads what copies, also the form that only shifted bytes need: the driver may
-    /// hold up a kernel's first load until others have ended, and a broadcast ends only when every
-    /// rank takes part.
+    /// Compiles what copies and loads it onto this device, also the form that only shifted bytes
+    /// need: the driver may hold up a kernel's first load until others have ended, and a broadcast
+    /// ends only when every rank takes part.
     void load_kernels() {
         static_cast<void>(gpu::load_kernel(gpu::copy_plain_source(), device_));
         if (gpu::compute_capability(device_) >= 90) {
-            static_cast<void>(gpu::load_kernel(gpu::copy_bulk_source(), device_));
+            const auto bulk = gpu::load_kernel(gpu::copy_bulk_source(), device_);
+            const gpu::device_guard guard{device_};
+            bulk.allow_shared_bytes(gpu::bulk_shared_bytes);
         }
     }
 
@@ -149,10 +131,24 @@ public:
         const gpu::device_guard guard{device_};
         point.record(on);
     }
-    /// @param users a `cudaStream_t` of this device.
+    /// @param users a `cudaStream_t` of any device. An event is recorded only in streams of its
+    /// own: for one of another device, a stream of this one waits for an event there and is
+    /// recorded.
     void record_after(event& point, void* users) {
         const gpu::device_guard guard{device_};
-        point.record(gpu::stream_ref{static_cast<cudaStream_t>(users)});
+        const gpu::stream_ref asked{static_cast<cudaStream_t>(users)};
+        const int other = device_of(asked);
+        if (other == device_) {
+            point.record(asked);
+            return;
+        }
+        const auto there = foreign_.try_emplace(other, other).first;
+        {
+            const gpu::device_guard at_the_stream{other};
+            there->second.record(asked);
+        }
+        there->second.make_wait(relay_);
+        point.record(relay_);
     }
     void make_wait(const stream& later, const event& point) {
         const gpu::device_guard guard{device_};
@@ -163,7 +159,7 @@ public:
         point.make_wait(gpu::stream_ref{static_cast<cudaStream_t>(users)});
     }
     [[nodiscard]] bool is_done(const event& point) const { return point.is_done(); }
-    [[nodiscard]] bool is_idle(const stream& asked) const { return asked.is_idle(); }
+    [[nodiscard]] static bool is_idle(const stream& asked) { return asked.is_idle(); }
 
     /// Asynchronous where host memory is pinned.
     void copy(std::byte* to, const std::byte* from, std::size_t bytes, const stream& on) {
@@ -172,10 +168,10 @@ public:
                    "cudaMemcpyAsync");
     }
     [[nodiscard]] gather_plan make_gather(std::span<const std::vector<byte_run>> chunks) {
-        return {device_, chunks, beside_};
+        return {device_, chunks, beside_, uploads_};
     }
     [[nodiscard]] scatter_plan make_scatter(std::span<const std::vector<byte_run>> chunks) {
-        return {device_, chunks, beside_};
+        return {device_, chunks, beside_, uploads_};
     }
 
     [[nodiscard]] wire::unique_id make_unique_id() {
@@ -192,9 +188,24 @@ private:
         return library.empty() && named != nullptr ? named : library;
     }
 
+    /// A driver that is too old to say counts as this device: recording then says what is wrong.
+    [[nodiscard]] int device_of(gpu::stream_ref asked) const {
+        int device = device_;
+        const auto status = cudaStreamGetDevice(asked.native_handle(), &device);
+        if (status == cudaErrorCallRequiresNewerDriver) {
+            static_cast<void>(cudaGetLastError());
+            return device_;
+        }
+        gpu::check(status, "cudaStreamGetDevice");
+        return device;
+    }
+
     int device_;
     nccl_api::library library_;
     unsigned int beside_ = 1;
+    gpu::stream uploads_;                ///< of tables; it never waits for another
+    gpu::stream relay_;                  ///< where users' streams of other devices are waited for
+    std::map<int, gpu::event> foreign_;  ///< of those devices
 };
 
 static_assert(Machinery<cuda_machinery>);

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <stop_token>
@@ -60,7 +61,9 @@ public:
           wire{used.make_urgent_stream()},
           mark{used.make_event()},
           pieces{bounce_piece{{}, used.make_event()}, bounce_piece{{}, used.make_event()}},
-          staging{{}, used.make_event(), used.make_event()} {}
+          staging{{}, used.make_event(), used.make_event()} {
+        sweep();
+    }
     gear(const gear&) = delete;
     gear& operator=(const gear&) = delete;
 
@@ -97,10 +100,15 @@ public:
         return sum;
     }
 
-    /// Waits on the host until `copies` has come to where it is now.
-    void wait_for_copies(deadline until, const std::stop_token& stop) {
-        machine.record(mark, copies);
-        group->wait(mark, until, stop);
+    /// Makes the pinned memory of `to_device` and `to_host`, which they make themselves where that
+    /// was not done. Pinning may wait for the device, so a half that will need it calls this before
+    /// the first round.
+    void prepare_bounce() {
+        for (auto& piece : pieces) {
+            if (piece.memory.data() == nullptr) {
+                piece.memory = machine.allocate_pinned(static_cast<std::size_t>(piece_bytes));
+            }
+        }
     }
 
     /// Brings `bytes` of host memory to `to`, piece by piece, in the order of `copies`. Returns
@@ -149,17 +157,49 @@ public:
         }
     }
 
-    /// Aborts the group and lets the streams run dry, for a bounded time. Where that does not
-    /// happen everything is left behind: freeing device memory waits for kernels, and a kernel
-    /// that waits for a peer that is gone never ends.
+    /// Aborts the group and lets the streams run dry, for a bounded time. Freeing device memory
+    /// waits for what the device still does, so where they do not the gear is parked, and freed by
+    /// the first `sweep` that finds it at rest: that of streams that wait for work of the user's
+    /// (`named_tensor::ready_stream`) once this has ended; that of a group that is lost never,
+    /// because a kernel that waits for a peer that is gone never ends.
     static void end(std::unique_ptr<gear> ended) noexcept {
-        if (ended != nullptr && !ended->come_to_rest()) {
-            static_cast<void>(ended.release());
+        if (ended == nullptr) {
+            return;
+        }
+        if (ended->group) {
+            ended->group->abort();
+        }
+        const auto until = deadline::after(rest_bound);
+        while (!ended->rests()) {
+            if (ended->lost() || until.expired()) {
+                park(std::move(ended));
+                return;
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds{1});
+        }
+    }
+    /// Frees what was parked and has come to rest since. Every new gear does it first; no round
+    /// does, because freeing waits for the device.
+    static void sweep() noexcept {
+        std::vector<std::unique_ptr<gear>> rested;  // freed after the lock is
+        try {
+            auto& kept = parked();
+            const std::lock_guard lock{kept.mutex};
+            rested.reserve(kept.gears.size());
+            for (auto& each : kept.gears) {
+                if (each->rests()) {
+                    rested.push_back(std::move(each));
+                }
+            }
+            std::erase(kept.gears, nullptr);
+        } catch (...) {
+            // No memory: what is at rest stays until the next time.
         }
     }
 
     static constexpr std::uint64_t piece_bytes = std::uint64_t{4} << 20U;
-    static constexpr std::chrono::seconds rest_bound{5};
+    /// After an abort the device is done with what is left within milliseconds.
+    static constexpr std::chrono::seconds rest_bound{2};
 
     struct bounce_piece {
         typename M::pinned_buffer memory{};
@@ -178,33 +218,37 @@ public:
     std::optional<typename M::communicator> group;
 
 private:
-    void prepare_bounce() {
-        for (auto& piece : pieces) {
-            if (piece.memory.data() == nullptr) {
-                piece.memory = machine.allocate_pinned(static_cast<std::size_t>(piece_bytes));
-            }
+    struct parking {
+        std::mutex mutex;
+        std::vector<std::unique_ptr<gear>> gears;
+    };
+    /// One of the library's documented globals: the half whose gear it was may be gone long before
+    /// the work that holds it up. Never destroyed, because the device may not rest before the
+    /// process ends.
+    [[nodiscard]] static parking& parked() {
+        static auto* const kept = new parking;
+        return *kept;
+    }
+    static void park(std::unique_ptr<gear> ended) noexcept {
+        try {
+            auto& kept = parked();
+            const std::lock_guard lock{kept.mutex};
+            kept.gears.push_back(std::move(ended));
+        } catch (...) {
+            static_cast<void>(ended.release());  // no memory to remember it
         }
     }
-
-    [[nodiscard]] bool come_to_rest() noexcept {
-        if (group) {
-            group->abort();
-            if (group->lost()) {
-                return false;
-            }
+    [[nodiscard]] bool lost() const noexcept { return group && group->lost(); }
+    /// Uses nothing of `machine`, which may be gone.
+    [[nodiscard]] bool rests() noexcept {
+        if (lost()) {
+            return false;
         }
-        const auto until = deadline::after(rest_bound);
         try {
-            while (!machine.is_idle(wire) || !machine.is_idle(copies)) {
-                if (until.expired()) {
-                    return false;
-                }
-                std::this_thread::sleep_for(std::chrono::milliseconds{1});
-            }
+            return M::is_idle(wire) && M::is_idle(copies);
         } catch (const error&) {
-            // The device reports a failure of earlier work: it has ended.
+            return true;  // the device reports a failure of earlier work: that has ended
         }
-        return true;
     }
 };
 

@@ -17,8 +17,12 @@
 
 namespace weightwire::nccl {
 
-/// The tag.
-struct backend {};
+/// The tag, and what a worker chooses by it.
+struct backend {
+    /// Path of libnccl for this worker's ranks. Empty: the default. It has to be of the trainer's
+    /// version.
+    std::string library{};
+};
 
 /// How ranks behind vLLM servers learn NCCL's unique id. Workers of ours are told it directly.
 enum class rendezvous : std::uint8_t {

@@ -54,7 +54,8 @@ concept HasMachineMemory = requires(M& machine, std::size_t bytes) {
 /// `make_wait` lets work given to a stream from now on start after the event's last `record`; an
 /// event that was never recorded has been reached. `record_after` and `make_source_wait` do the
 /// same with a stream of the user's (`named_tensor::ready_stream`). An urgent stream's work is
-/// placed on the device before that of others, which may have filled it.
+/// placed on the device before that of others, which may have filled it. `is_idle` needs no
+/// machine: it is asked when that is gone.
 template <class M>
 concept HasMachineStreams =
     requires(M& machine, typename M::stream& stream, typename M::event& event, void* users) {
@@ -66,7 +67,7 @@ concept HasMachineStreams =
         machine.make_wait(stream, event);
         machine.make_source_wait(users, event);
         { machine.is_done(event) } -> std::same_as<bool>;
-        { machine.is_idle(stream) } -> std::same_as<bool>;
+        { M::is_idle(stream) } -> std::same_as<bool>;
     };
 
 /// Copies, in the order of the stream they are given to. A gather or scatter plan has its tables

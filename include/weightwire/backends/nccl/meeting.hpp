@@ -95,6 +95,15 @@ public:
         return out;
     }
 
+    /// What to tell of a server that refuses the last of `forms`; empty where none is left out.
+    [[nodiscard]] std::string missing_form() const {
+        return without_store_.empty()
+                   ? std::string{}
+                   : "releases below 0.30 learn the id from the trainer's store, "
+                     "which was left out: " +
+                         without_store_;
+    }
+
     /// Of the store; 0 where there is none.
     [[nodiscard]] std::uint16_t port() const noexcept {
         return store_ != nullptr ? store_->port() : std::uint16_t{0};

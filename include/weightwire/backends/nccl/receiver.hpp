@@ -16,6 +16,7 @@
 #include <weightwire/backends/nccl/byte_runs.hpp>
 #include <weightwire/backends/nccl/gear.hpp>
 #include <weightwire/backends/nccl/init_info.hpp>
+#include <weightwire/backends/nccl/lost_group.hpp>
 #include <weightwire/backends/nccl/machinery.hpp>
 #include <weightwire/backends/nccl/meeting.hpp>
 #include <weightwire/backends/nccl/scatter_tables.hpp>
@@ -28,6 +29,7 @@
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/fabrics/shared_memory_copy.hpp>
 #include <weightwire/nccl_api/element.hpp>
+#include <weightwire/nccl_api/lost_devices.hpp>
 #include <weightwire/plan/broadcast_plan.hpp>
 #include <weightwire/rendezvous/tcp_store_client.hpp>
 #include <weightwire/wire/vllm_nccl.hpp>
@@ -42,11 +44,14 @@ namespace weightwire::nccl {
 /// through a small pinned buffer. A parameter that the sink does not want is received and dropped.
 ///
 /// Takes every dtype, scalars, and tensors at any offset: bytes are copied, never reinterpreted.
-/// One thread at a time.
+/// Destinations that exist only around their writes have to be in host memory. One thread at a
+/// time.
 template <Machinery M>
 class basic_receiver {
 public:
-    explicit basic_receiver(const receiver_context& context) : context_{context} {}
+    /// @param chosen which copy of NCCL is used.
+    explicit basic_receiver(const receiver_context& context, const backend& chosen = {})
+        : context_{context}, library_{chosen.library} {}
     basic_receiver(const basic_receiver&) = delete;
     basic_receiver& operator=(const basic_receiver&) = delete;
     ~basic_receiver() { release(); }
@@ -56,12 +61,20 @@ public:
     /// @throws mismatch_error they differ, or the world size does; nothing has blocked.
     /// @throws protocol_error a text that is none, or a store that holds no id.
     /// @throws timeout_error, peer_error, cancelled_error the store or the join.
+    /// @throws resource_error an earlier group of this process on this device was lost.
     void open(const transport_open& init, deadline until, const std::stop_token& stop);
 
+    /// Looks at all destinations of an update call and takes all memory that it needs, before the
+    /// first broadcast: what cannot be written, and memory that there is not, hold up no other rank
+    /// in the middle. `receive` does it itself where that was not done.
+    /// @throws unsupported_error a destination that cannot be written from here, by name.
+    /// @throws mismatch_error, protocol_error as `receive`.
+    void prepare(const update_message& message, update_target& target, deadline until,
+                 const std::stop_token& stop);
     /// Receives one update call.
-    /// @throws mismatch_error its parameters are not the plan's. @throws protocol_error no open
-    /// group, or fields that lie. @throws peer_error the trainer is gone.
-    /// @throws timeout_error, cancelled_error, and what the target throws.
+    /// @throws mismatch_error its parameters are not the plan's. @throws session_error no open
+    /// group. @throws protocol_error fields that lie. @throws peer_error the trainer is gone.
+    /// @throws timeout_error, cancelled_error, and what `prepare` and the target throw.
     void receive(const update_message& message, update_target& target, deadline until,
                  std::stop_token stop);
 
@@ -74,6 +87,12 @@ public:
         parameters_ = nullptr;
         named_ = {};
         at_init_.reset();
+        prepared_.reset();
+    }
+    /// Whether memory on this device may be written at any later time: an abort did not return, of
+    /// this group or another one of the process.
+    [[nodiscard]] bool lost() const noexcept {
+        return nccl_api::lost_devices::has(context_.device);
     }
 
     /// What was joined and what it costs.
@@ -119,12 +138,20 @@ private:
                   std::optional<plan::broadcast_layout> layout);
     [[nodiscard]] std::size_t part_of(const update_message& message, const update_target& target);
     void adopt_names(const update_message& message, const update_target& target);
+    void require_group() const;
+    [[nodiscard]] receiving begin(std::size_t part, const update_message& message,
+                                  update_target& target, deadline until,
+                                  const std::stop_token& stop);
+    void open_all(receiving& at);
+    void look_at(std::size_t k, receiving& at);
+    void plan_scatters(receiving& at);
     void receive_packed(receiving& at);
     void start_chunk(std::size_t chunk, receiving& at);
     void place_chunk(std::size_t chunk, receiving& at);
     void receive_unpacked(receiving& at);
     void receive_staged(const mutable_tensor_view& to, std::size_t k, receiving& at);
     [[nodiscard]] mutable_tensor_view open_destination(std::size_t k, receiving& at);
+    [[nodiscard]] mutable_tensor_view destination(std::size_t k, receiving& at);
     void to_host(const mutable_tensor_view& to, const std::byte* from, std::size_t k,
                  receiving& at);
     void copy_runs(const mutable_tensor_view& to, const std::byte* from, receiving& at);
@@ -145,6 +172,7 @@ private:
     }
 
     receiver_context context_;
+    std::string library_;
     std::optional<M> machine_;
     const manifest* parameters_ = nullptr;       ///< of a native trainer
     manifest named_;                             ///< of a vLLM trainer's last call
@@ -158,7 +186,10 @@ private:
     std::optional<weightwire::rendezvous::tcp_store_client> store_;
     std::unique_ptr<gear> gear_;
     // Of the call under way; kept, so that a round allocates nothing.
-    std::vector<mutable_tensor_view> places_;
+    std::optional<std::size_t> prepared_;         ///< part that `prepare` has seen to
+    std::vector<mutable_tensor_view> places_;     ///< in the call's order; not where bounced
+    std::vector<mutable_tensor_view> scattered_;  ///< of these, the ones that a scatter writes
+    std::vector<const typename M::scatter_plan*> scatters_;  ///< of each chunk, or null
     std::vector<unsigned char> reported_;
     std::array<waiting, most_waiting> waiting_{};
     std::vector<typename M::event> settled_;  ///< one a place in `waiting_`
@@ -169,4 +200,5 @@ private:
 }  // namespace weightwire::nccl
 
 #include <weightwire/backends/nccl/receiver_impl.hpp>
+#include <weightwire/backends/nccl/receiver_prepare_impl.hpp>
 #include <weightwire/backends/nccl/receiver_setup_impl.hpp>

@@ -9,29 +9,45 @@
 namespace weightwire::nccl {
 
 template <Machinery M>
-void basic_receiver<M>::receive(const update_message& message, update_target& target,
-                                deadline until, std::stop_token stop) {
+void basic_receiver<M>::require_group() const {
     if (gear_ == nullptr || !gear_->group || !gear_->group->usable()) {
         throw session_error{
             "the group of this rank is gone or was never joined; the trainer has "
             "to begin again with init",
             at_phase(phase::update)};
     }
+}
+
+template <Machinery M>
+typename basic_receiver<M>::receiving basic_receiver<M>::begin(std::size_t part,
+                                                               const update_message& message,
+                                                               update_target& target,
+                                                               deadline until,
+                                                               const std::stop_token& stop) {
+    return {.target = target,
+            .call = plan_->calls()[part],
+            .first = first_positions_[part],
+            .first_chunk = first_chunks_[part],
+            .type = message.native ? [](const param_meta&) {
+                return nccl_api::element::uint8;
+            } : [](const param_meta& parameter) {
+                return nccl_api::element_of(parameter.dtype).value_or(nccl_api::element::uint8);
+            },
+            .until = until,
+            .stop = stop};
+}
+
+template <Machinery M>
+void basic_receiver<M>::receive(const update_message& message, update_target& target,
+                                deadline until, std::stop_token stop) {
+    require_group();
+    if (!prepared_) {
+        prepare(message, target, until, stop);
+    }
     try {
-        gear_->tables.sweep();
-        const auto part = part_of(message, target);
-        receiving at{.target = target,
-                     .call = plan_->calls()[part],
-                     .first = first_positions_[part],
-                     .first_chunk = first_chunks_[part],
-                     .type = message.native ? [](const param_meta&) {
-                         return nccl_api::element::uint8;
-                     } : [](const param_meta& parameter) {
-                         return nccl_api::element_of(parameter.dtype)
-                             .value_or(nccl_api::element::uint8);
-                     },
-                     .until = until,
-                     .stop = std::move(stop)};
+        const auto part = *prepared_;
+        prepared_.reset();
+        auto at = begin(part, message, target, until, stop);
         reported_.assign(at.call.order.size(), 0);
         oldest_ = waiting_count_ = 0;
         packing_.packed ? receive_packed(at) : receive_unpacked(at);
@@ -44,54 +60,6 @@ void basic_receiver<M>::receive(const update_message& message, update_target& ta
         gear_ = nullptr;
         throw;
     }
-}
-
-/// Which of the plan's calls the message is.
-template <Machinery M>
-std::size_t basic_receiver<M>::part_of(const update_message& message, const update_target& target) {
-    if (message.native != (parameters_ != nullptr)) {
-        throw protocol_error{"init and update are of two wires", at_phase(phase::update)};
-    }
-    if (!message.native) {
-        adopt_names(message, target);
-        return 0;
-    }
-    const auto& calls = plan_->calls();
-    if (message.part >= calls.size() || message.first != first_positions_[message.part] ||
-        target.size() != calls[message.part].order.size()) {
-        throw mismatch_error{"the update is part " + std::to_string(message.part) + " with " +
-                                 std::to_string(target.size()) + " parameters from " +
-                                 std::to_string(message.first) +
-                                 ", which is no call of the plan of " +
-                                 std::to_string(calls.size()),
-                             at_phase(phase::update)};
-    }
-    return message.part;
-}
-
-/// A vLLM trainer names its parameters in each call: while they are the same, so is the plan.
-template <Machinery M>
-void basic_receiver<M>::adopt_names(const update_message& message, const update_target& target) {
-    const auto packing = wire::packing_of_update(at_init_, message.extras);
-    bool same = plan_ && packing == packing_ && named_.size() == target.size();
-    for (std::size_t i = 0; same && i < target.size(); ++i) {
-        same = named_[i] == target.parameter(i);
-    }
-    if (same) {
-        return;
-    }
-    std::vector<param_meta> list;
-    list.reserve(target.size());
-    for (std::size_t i = 0; i < target.size(); ++i) {
-        list.push_back(target.parameter(i));
-    }
-    plan_.reset();
-    named_ = manifest{std::move(list)};
-    packing_ = packing;
-    plan_for({.packed = packing.packed,
-              .buffer_bytes = packing.buffer_bytes,
-              .buffers = static_cast<std::size_t>(packing.buffers)},
-             std::nullopt);
 }
 
 template <Machinery M>
@@ -128,35 +96,23 @@ void basic_receiver<M>::place_chunk(std::size_t chunk, receiving& at) {
     auto& buffer = gear_->buffers[plan_->buffer_of(chunk)];
     const auto& cut = at.call.chunks[chunk];
     machine_->make_wait(gear_->copies, buffer.filled);
-    places_.assign(cut.count, mutable_tensor_view{});
-    bool scatters = false;
     for (std::size_t j = 0; j < cut.count; ++j) {
         const auto k = cut.first + j;
-        const auto to = open_destination(k, at);
+        const auto to = destination(k, at);
         const auto* const from = buffer.memory.data() + cut.offsets[j];
-        if (to.data() == nullptr || to.byte_size() == 0) {
-            continue;
+        if (to.data() == nullptr || to.byte_size() == 0 || is_near(to)) {
+            continue;  // what is near is scattered
         }
-        if (is_near(to)) {
-            places_[j] = to;
-            scatters = true;
-        } else if (to.device().kind == M::near_memory) {
+        if (to.device().kind == M::near_memory) {
             copy_runs(to, from, at);
         } else {
             to_host(to, from, k, at);
         }
     }
-    if (scatters) {
-        gear_->tables
-            .find(*machine_, at.first_chunk + chunk, places_, cut.offsets,
-                  [&](std::size_t j) {
-                      auto where = context_of(at);
-                      where.tensor = planned()[at.call.order[cut.first + j]].name;
-                      return where;
-                  })
-            .launch(
-                0, buffer.memory.data(), gear_->copies,
-                chunk + 1 == at.call.chunks.size() ? copy_pace::full : copy_pace::beside_broadcast);
+    if (scatters_[chunk] != nullptr) {
+        const bool last = chunk + 1 == at.call.chunks.size();
+        scatters_[chunk]->launch(0, buffer.memory.data(), gear_->copies,
+                                 last ? copy_pace::full : copy_pace::beside_broadcast);
     }
     machine_->record(buffer.free, gear_->copies);
     await(cut.first, cut.first + cut.count, gear_->copies, at);
@@ -166,7 +122,7 @@ template <Machinery M>
 void basic_receiver<M>::receive_unpacked(receiving& at) {
     for (std::size_t k = 0; k < at.call.order.size(); ++k) {
         detail::check_time(at.until, at.stop, [&] { return context_of(at); });
-        const auto to = open_destination(k, at);
+        const auto to = destination(k, at);
         const auto& parameter = planned()[at.position];
         const auto bytes = parameter.byte_size();
         if (bytes == 0) {
@@ -204,25 +160,6 @@ void basic_receiver<M>::receive_staged(const mutable_tensor_view& to, std::size_
     await(k, k + 1, gear_->copies, at);
 }
 
-template <Machinery M>
-mutable_tensor_view basic_receiver<M>::open_destination(std::size_t k, receiving& at) {
-    at.position = at.call.order[k];
-    const auto index = at.position - at.first;
-    const auto& parameter = planned()[at.position];
-    if (at.target.parameter(index) != parameter) {
-        throw mismatch_error{"the session names " + at.target.parameter(index).name +
-                                 " where the plan names this tensor",
-                             context_of(at)};
-    }
-    const auto to = at.target.open(index, at.until);
-    if (to.data() != nullptr && to.byte_size() != parameter.byte_size()) {
-        throw mismatch_error{"the destination has " + std::to_string(to.byte_size()) +
-                                 " bytes, the tensor " + std::to_string(parameter.byte_size()),
-                             context_of(at)};
-    }
-    return to;
-}
-
 /// Host memory is written by the host, as soon as the bytes are there, and reported at once: a
 /// sink may reuse its memory for the next tensor.
 template <Machinery M>
@@ -241,7 +178,8 @@ template <Machinery M>
 void basic_receiver<M>::copy_runs(const mutable_tensor_view& to, const std::byte* from,
                                   receiving& at) {
     detail::each_byte_run(
-        to, detail::most_copied_runs, context_of(at), [&](std::byte* at_byte, std::uint64_t bytes) {
+        to, detail::most_copied_runs, [&] { return context_of(at); },
+        [&](std::byte* at_byte, std::uint64_t bytes) {
             machine_->copy(at_byte, from, static_cast<std::size_t>(bytes), gear_->copies);
             from += bytes;
         });

@@ -18,8 +18,9 @@ void basic_receiver<M>::open(const transport_open& init, deadline until,
                               std::to_string(context_.world_size),
                           at_phase(phase::init)};
     }
+    detail::require_no_loss(context_.device, at_phase(phase::init));
     if (!machine_) {
-        machine_.emplace(context_.device, std::string{});
+        machine_.emplace(context_.device, library_);
     }
     try {
         if (init.parameters != nullptr) {
@@ -105,22 +106,22 @@ void basic_receiver<M>::plan_for(const plan::broadcast_options& options,
     std::size_t chunks = 0;
     std::size_t positions = 0;
     std::size_t longest_call = 0;
-    std::size_t longest_chunk = 0;
+    std::size_t most_chunks = 0;
     for (const auto& call : plan_->calls()) {
         first_chunks_.push_back(chunks);
         first_positions_.push_back(positions);
         chunks += call.chunks.size();
         positions += call.order.size();
         longest_call = std::max(longest_call, call.order.size());
-        for (const auto& chunk : call.chunks) {
-            longest_chunk = std::max(longest_chunk, chunk.count);
-        }
+        most_chunks = std::max(most_chunks, call.chunks.size());
     }
     largest_ = 0;
     for (const auto& parameter : planned().parameters()) {
         largest_ = std::max(largest_, parameter.byte_size());
     }
-    places_.reserve(longest_chunk);
+    places_.reserve(longest_call);
+    scattered_.reserve(longest_call);
+    scatters_.reserve(most_chunks);
     reported_.reserve(longest_call);
     if (gear_ == nullptr) {
         gear_ = std::make_unique<gear>(*machine_);

@@ -61,11 +61,12 @@ public:
         for (std::size_t k = 0; k < places.size(); ++k) {
             if (places[k].data() != nullptr) {
                 auto offset = offsets[k];
-                each_byte_run(places[k], most_table_runs, where(k),
-                              [&](std::byte* at, std::uint64_t bytes) {
-                                  runs.front().push_back({at, offset, bytes});
-                                  offset += bytes;
-                              });
+                each_byte_run(
+                    places[k], most_table_runs, [&] { return where(k); },
+                    [&](std::byte* at, std::uint64_t bytes) {
+                        runs.front().push_back({at, offset, bytes});
+                        offset += bytes;
+                    });
             }
         }
         slot.places.assign(places.begin(), places.end());

@@ -17,6 +17,7 @@
 #include <weightwire/backends/nccl/byte_runs.hpp>
 #include <weightwire/backends/nccl/gear.hpp>
 #include <weightwire/backends/nccl/init_info.hpp>
+#include <weightwire/backends/nccl/lost_group.hpp>
 #include <weightwire/backends/nccl/machinery.hpp>
 #include <weightwire/backends/nccl/meeting.hpp>
 #include <weightwire/backends/nccl/transport_message.hpp>
@@ -57,7 +58,8 @@ public:
     /// Waits for nobody. May be called again: what was open before is aborted.
     /// @throws usage_error values out of bounds, or a group without workers.
     /// @throws data_error, unsupported_error what a peer cannot take; names the tensor.
-    /// @throws resource_error no memory, or the store's port is taken.
+    /// @throws resource_error no memory, the store's port is taken, or an earlier group of this
+    /// process on this device was lost.
     [[nodiscard]] std::vector<transport_init> prepare(const sender_context& context);
 
     /// Joins as rank 0 and warms up. Blocks until every rank has joined, so it runs beside the init
@@ -111,7 +113,9 @@ private:
 
     void choose_plan(const sender_context& context);
     void adopt_source(const sender_context& context);
+    void require_sendable() const;
     void make_gather();
+    void make_ways();
     void make_parts();
     [[nodiscard]] std::string transport_text() const;
     void walk_ahead(sending& at);
@@ -126,6 +130,7 @@ private:
     void place(const named_tensor& entry, std::byte* to, sending& at);
     void give_back(const named_tensor& entry, typename M::stream& reader, sending& at);
     void follow_pending(sending& at);
+    void await_producer(void* producer, sending& at);
     /// Before the part's first broadcast nothing is held up by a gather.
     [[nodiscard]] static copy_pace pace_of(const sending& at) noexcept {
         return at.queued_bytes == 0 ? copy_pace::full : copy_pace::beside_broadcast;
@@ -152,11 +157,10 @@ private:
     bool stable_ = false;
     std::optional<plan::broadcast_plan> plan_;
     std::vector<update_part> parts_;
-    std::vector<tensor_view> tensors_;  ///< of a stable source
-    std::uint64_t largest_ = 0;         ///< bytes of the largest tensor
-    /// Of a stable source packed: whether the chunk's gather brings the tensor. Unpacked: the
-    /// group that gathers it, where it cannot be sent from its place.
-    std::vector<std::size_t> groups_;
+    std::vector<tensor_view> tensors_;     ///< of a stable source
+    std::uint64_t largest_ = 0;            ///< bytes of the largest tensor
+    std::vector<unsigned char> gathered_;  ///< packed: whether its chunk's gather brings the tensor
+    std::vector<std::size_t> own_groups_;  ///< unpacked: of the table, what gathers it; or no_group
     std::vector<std::size_t> first_groups_;  ///< of each call, packed
     wire::unique_id id_{};
     meeting meeting_;

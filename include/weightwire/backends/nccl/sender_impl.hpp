@@ -36,9 +36,11 @@ void basic_sender<M>::send(std::uint64_t /*round*/, std::size_t part, tensor_str
 }
 
 /// A reordered plan sends a stable source's tensors from where they are; the source is still
-/// walked, so that it is checked and its streams are waited for.
+/// walked, so that it is checked and its streams are waited for: on the device by the copies, on
+/// the host for tensors that the host reads.
 template <Machinery M>
 void basic_sender<M>::walk_ahead(sending& at) {
+    void* read_after = nullptr;  // stream of tensors for the host that was not yet waited for
     for (std::size_t i = 0; i < parameters_->size(); ++i) {
         at.position = i;
         const auto* const entry = at.stream.next();
@@ -46,12 +48,26 @@ void basic_sender<M>::walk_ahead(sending& at) {
             throw data_error{"the source ended before this tensor", context_of(at)};
         }
         check_stable(*entry, at);
-        if (entry->ready_stream != at.pending) {
+        const bool for_host = entry->tensor.device().kind != M::near_memory;
+        if (for_host && entry->ready_stream != read_after) {
+            await_producer(read_after, at);
+            read_after = entry->ready_stream;
+        } else if (!for_host && entry->ready_stream != at.pending) {
             follow_pending(at);
             at.pending = entry->ready_stream;
         }
     }
+    await_producer(read_after, at);
     follow_pending(at);
+}
+
+/// The host waits until what was given to `producer` so far is done.
+template <Machinery M>
+void basic_sender<M>::await_producer(void* producer, sending& at) {
+    if (producer != nullptr) {
+        machine_->record_after(gear_->mark, producer);
+        gear_->group->wait(gear_->mark, at.until, at.stop);
+    }
 }
 
 template <Machinery M>
@@ -99,7 +115,7 @@ void basic_sender<M>::send_chunk(const plan::packed_chunk& chunk, std::size_t gr
     for (std::size_t k = 0; k < chunk.count; ++k) {
         const auto position = at.call.order[chunk.first + k];
         const auto entry = take(at, position);
-        if (groups_[position] == no_group) {
+        if (gathered_[position] == 0) {
             place(entry, buffer.memory.data() + chunk.offsets[k], at);
             continue;
         }
@@ -160,7 +176,7 @@ void basic_sender<M>::send_staged(const named_tensor& entry, sending& at) {
     // there already.
     auto& buffer = gear_->stage(stable_ ? entry.tensor.byte_size() : largest_);
     machine_->make_wait(gear_->copies, buffer.free);
-    if (const auto group = groups_[at.position]; group != no_group) {
+    if (const auto group = own_groups_[at.position]; group != no_group) {
         at.pending = entry.ready_stream;
         follow_pending(at);
         gear_->tables->launch(group, buffer.memory.data(), gear_->copies, pace_of(at));
@@ -183,24 +199,21 @@ void basic_sender<M>::place(const named_tensor& entry, std::byte* to, sending& a
     if (tensor.byte_size() == 0) {
         return;
     }
-    if (entry.ready_stream != nullptr) {
-        machine_->record_after(gear_->mark, entry.ready_stream);
-        if (tensor.device().kind == M::near_memory) {
-            machine_->make_wait(gear_->copies, gear_->mark);
-        } else {
-            gear_->group->wait(gear_->mark, at.until, at.stop);
-        }
-    }
     if (tensor.device().kind == M::near_memory) {
-        detail::each_byte_run(tensor, detail::most_copied_runs, context_of(at),
-                              [&](const std::byte* from, std::uint64_t bytes) {
-                                  machine_->copy(to, from, static_cast<std::size_t>(bytes),
-                                                 gear_->copies);
-                                  to += bytes;
-                              });
+        if (entry.ready_stream != nullptr) {
+            machine_->record_after(gear_->mark, entry.ready_stream);
+            machine_->make_wait(gear_->copies, gear_->mark);
+        }
+        detail::each_byte_run(
+            tensor, detail::most_copied_runs, [&] { return context_of(at); },
+            [&](const std::byte* from, std::uint64_t bytes) {
+                machine_->copy(to, from, static_cast<std::size_t>(bytes), gear_->copies);
+                to += bytes;
+            });
         give_back(entry, gear_->copies, at);
         return;
     }
+    await_producer(entry.ready_stream, at);
     // `read` is of the tensor that the stream gave last, so not of one sent out of order.
     const bool may_read = !plan_->reordered();
     gear_->to_device(

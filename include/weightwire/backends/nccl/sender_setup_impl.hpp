@@ -19,6 +19,7 @@ std::vector<transport_init> basic_sender<M>::prepare(const sender_context& conte
     if (context.world_size < 2) {
         throw usage_error{"a broadcast needs at least one worker rank beside the trainer", where};
     }
+    detail::require_no_loss(info_.device, where);
     parameters_ = &context.parameters;
     world_size_ = context.world_size;
     to_vllm_ = std::any_of(context.peers.begin(), context.peers.end(),
@@ -29,9 +30,11 @@ std::vector<transport_init> basic_sender<M>::prepare(const sender_context& conte
     }
     choose_plan(context);
     adopt_source(context);
+    require_sendable();
     gear_ = std::make_unique<gear>(*machine_);
     gear_->allocate(plan_->buffer_bytes());
     make_gather();
+    make_ways();
     make_parts();
     id_ = machine_->make_unique_id();
     meeting_ = meeting::of(info_, id_, context.peers);
@@ -41,6 +44,7 @@ std::vector<transport_init> basic_sender<M>::prepare(const sender_context& conte
         inits.push_back({.native = peer.native ? native : std::string{}});
         if (!peer.native) {
             inits.back().vllm = meeting_.forms(peer, world_size_, info_.packing());
+            inits.back().missing_form = meeting_.missing_form();
         }
     }
     return inits;
@@ -62,8 +66,8 @@ void basic_sender<M>::choose_plan(const sender_context& context) {
                                     .zero_dim_as_one = info_.zero_dim_as_one});
 }
 
-/// Which tensors one gather brings: those of a stable source in memory of this device. Unpacked,
-/// only those that are not contiguous, each in a group of its own.
+/// Which tensors the gather of their chunk brings: those of a stable source in memory of this
+/// device.
 template <Machinery M>
 void basic_sender<M>::adopt_source(const sender_context& context) {
     tensors_.clear();
@@ -71,21 +75,46 @@ void basic_sender<M>::adopt_source(const sender_context& context) {
     for (const auto& parameter : parameters_->parameters()) {
         largest_ = std::max(largest_, parameter.byte_size());
     }
-    groups_.assign(parameters_->size(), no_group);
+    gathered_.assign(parameters_->size(), 0);
+    own_groups_.assign(parameters_->size(), no_group);
     if (!stable_) {
         return;
     }
     tensors_.assign(context.stable_tensors.begin(), context.stable_tensors.end());
-    std::size_t next = 0;
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
-        if (is_near(tensors_[i]) && (info_.packed || !tensors_[i].is_contiguous())) {
-            groups_[i] = next;
-            next += info_.packed ? 0 : 1;
+        gathered_[i] = info_.packed && is_near(tensors_[i]) ? 1 : 0;
+    }
+}
+
+/// What a round would find out too late, while the workers already wait in a broadcast.
+template <Machinery M>
+void basic_sender<M>::require_sendable() const {
+    const auto where = [this](std::size_t i) {
+        return error_context{
+            .phase = phase::init, .tensor = (*parameters_)[i].name, .backend = "nccl"};
+    };
+    for (std::size_t i = 0; !info_.packed && i < parameters_->size(); ++i) {
+        const auto type = element_for((*parameters_)[i]);
+        const bool small_float =
+            type == nccl_api::element::float8_e4m3fn || type == nccl_api::element::float8_e5m2;
+        if (small_float && machine_->nccl_version() < 22400) {
+            throw unsupported_error{"the type " + std::string{nccl_api::to_string(type)} +
+                                        " needs NCCL 2.24 or newer; this is " +
+                                        machine_->library_description() +
+                                        "; send packed, where tensors travel as bytes",
+                                    where(i)};
+        }
+    }
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+        // Of another GPU: copied run by run, where a gather would not reach.
+        if (tensors_[i].device().kind == M::near_memory && !is_near(tensors_[i])) {
+            detail::require_runs(tensors_[i], detail::most_copied_runs, [&] { return where(i); });
         }
     }
 }
 
-/// The tables stay on the device for all rounds: a launch sends nothing but its number.
+/// The tables stay on the device for all rounds: a launch sends nothing but its number. Packed,
+/// each chunk is a group of them; unpacked, each tensor that is not contiguous.
 template <Machinery M>
 void basic_sender<M>::make_gather() {
     std::vector<std::vector<byte_run>> chunks;
@@ -107,14 +136,15 @@ void basic_sender<M>::make_gather() {
         for (const auto& chunk : call.chunks) {
             chunks.emplace_back();
             for (std::size_t k = 0; k < chunk.count; ++k) {
-                if (const auto i = call.order[chunk.first + k]; groups_[i] != no_group) {
+                if (const auto i = call.order[chunk.first + k]; gathered_[i] != 0) {
                     add(i, chunk.offsets[k]);
                 }
             }
         }
         for (std::size_t k = 0; !info_.packed && k < call.order.size(); ++k) {
-            if (const auto i = call.order[k]; groups_[i] != no_group) {
-                groups_[i] = chunks.size();
+            const auto i = call.order[k];
+            if (stable_ && is_near(tensors_[i]) && !tensors_[i].is_contiguous()) {
+                own_groups_[i] = chunks.size();
                 chunks.emplace_back();
                 add(i, 0);
             }
@@ -123,16 +153,26 @@ void basic_sender<M>::make_gather() {
     if (any) {
         gear_->tables.emplace(machine_->make_gather(chunks));
     }
-    // What cannot be sent from its place passes through a buffer, which belongs to the memory that
-    // is promised before the first transfer. Of other sources it is not known where they lie.
+}
+
+/// What cannot be sent from its place passes through buffers, which belong to the memory that is
+/// promised before the first transfer. Of other sources it is not known where they lie.
+template <Machinery M>
+void basic_sender<M>::make_ways() {
     std::uint64_t staged = 0;
-    for (std::size_t i = 0; !info_.packed && i < tensors_.size(); ++i) {
-        if (!is_near(tensors_[i]) || !tensors_[i].is_contiguous()) {
-            staged = std::max<std::uint64_t>(staged, tensors_[i].byte_size());
+    bool from_host = false;
+    for (const auto& tensor : tensors_) {
+        from_host =
+            from_host || (tensor.device().kind != M::near_memory && tensor.byte_size() != 0);
+        if (!info_.packed && (!is_near(tensor) || !tensor.is_contiguous())) {
+            staged = std::max<std::uint64_t>(staged, tensor.byte_size());
         }
     }
     if (staged != 0) {
         static_cast<void>(gear_->stage(staged));
+    }
+    if (from_host) {
+        gear_->prepare_bounce();
     }
 }
 

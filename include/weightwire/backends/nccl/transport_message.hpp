@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include <weightwire/core/error.hpp>
+#include <weightwire/nccl_api/version.hpp>
 #include <weightwire/plan/broadcast_plan.hpp>
 #include <weightwire/wire/json_reader.hpp>
 #include <weightwire/wire/json_writer.hpp>
@@ -153,11 +154,14 @@ inline constexpr std::array<std::string_view, 3> settings_of_a_machine{
 inline void require_agreement(const transport_message& trainer, int nccl_version,
                               std::string_view library, const settings& ours) {
     if (trainer.nccl_version != nccl_version) {
-        throw mismatch_error{"the trainer has NCCL " + std::to_string(trainer.nccl_version) + " (" +
-                                 trainer.library + "), this worker " +
-                                 std::to_string(nccl_version) + " (" + std::string{library} +
-                                 "); all ranks need one version, give both the path of the same",
-                             {.phase = phase::init}};
+        throw mismatch_error{
+            "the trainer has NCCL " + nccl_api::version_text(trainer.nccl_version) + " (" +
+                trainer.library + "), this worker " + nccl_api::version_text(nccl_version) + " (" +
+                std::string{library} +
+                "); all ranks need one version: name the path of the same libnccl to the trainer "
+                "by trainer_init_info::library, or to this worker by nccl::backend{.library} or "
+                "the environment variable WEIGHTWIRE_LIBNCCL",
+            {.phase = phase::init}};
     }
     for (const auto* side : {&trainer.settings, &ours}) {
         for (const auto& [name, value] : *side) {

@@ -18,6 +18,7 @@
 #include <weightwire/gpu/kernels/copy_source.hpp>
 #include <weightwire/gpu/kernels/copy_tiles.hpp>
 #include <weightwire/gpu/stream.hpp>
+#include <weightwire/gpu/upload.hpp>
 
 /// @file
 /// Copies the runs of a plan in one launch a group, however many they are. Gather and scatter are
@@ -42,9 +43,11 @@ public:
     /// @param device where the kernels run. It must be able to address both sides.
     /// @param groups what the launches copy, in any order. The destinations of a group do not
     /// overlap each other nor its sources.
+    /// @param uploads the stream of the tables, as `upload` wants it; without it one is made for
+    /// them.
     /// @throws unsupported_error the form does not exist on the device, or NVRTC is missing.
     /// @throws resource_error no memory for the tables.
-    copy_plan(int device, const copy_tiles& groups, copy_form form = copy_form::automatic)
+    copy_plan(int device, const copy_tiles& groups, copy_form form, stream_ref uploads)
         : ends_{groups.ends()},
           bytes_{groups.bytes()},
           form_{choose(form, device, groups)},
@@ -58,9 +61,11 @@ public:
         if (form_ == copy_form::bulk) {
             kernel_.allow_shared_bytes(bulk_shared_bytes);
         }
-        upload(0, std::as_bytes(std::span{groups.items()}));
-        upload(items_bytes_, std::as_bytes(std::span{groups.tiles()}));
+        upload(tables_, 0, std::as_bytes(std::span{groups.items()}), uploads);
+        upload(tables_, items_bytes_, std::as_bytes(std::span{groups.tiles()}), uploads);
     }
+    copy_plan(int device, const copy_tiles& groups, copy_form form = copy_form::automatic)
+        : copy_plan{device, groups, form, stream{device}} {}
 
     /// Puts the copies of one group into `on` and returns; they keep that stream's order.
     ///
@@ -124,16 +129,6 @@ private:
         // 0.80 plain and 0.90 bulk.
         const bool mostly_shifted = groups.shifted_bytes() > groups.bytes() / 2;
         return architecture >= 90 && mostly_shifted ? copy_form::bulk : copy_form::plain;
-    }
-
-    void upload(std::size_t offset, std::span<const std::byte> table) const {
-        if (!table.empty()) {
-            check(cudaMemcpy(tables_.data() + offset, table.data(), table.size(),
-                             cudaMemcpyHostToDevice),
-                  "cudaMemcpy");
-            // The copy may return before the last bytes have arrived; other streams do not wait.
-            check(cudaStreamSynchronize(cudaStreamLegacy), "cudaStreamSynchronize");
-        }
     }
 
     std::vector<std::uint32_t> ends_;

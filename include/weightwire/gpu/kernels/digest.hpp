@@ -17,6 +17,7 @@
 #include <weightwire/gpu/kernel.hpp>
 #include <weightwire/gpu/kernels/digest_source.hpp>
 #include <weightwire/gpu/stream.hpp>
+#include <weightwire/gpu/upload.hpp>
 
 /// @file
 /// The digests of many tensors on a device, bit for bit those of core/digest.hpp.
@@ -39,7 +40,10 @@ public:
     /// @throws unsupported_error NVRTC is missing.
     /// @throws resource_error no memory for the tables.
     digest_plan(int device, std::span<const digest_item> items)
-        : digest_plan{device, items, tiles_of(items)} {}
+        : digest_plan{device, items, stream{device}} {}
+    /// @param uploads the stream of the tables, as `upload` wants it.
+    digest_plan(int device, std::span<const digest_item> items, stream_ref uploads)
+        : digest_plan{device, items, tiles_of(items), uploads} {}
 
     /// Puts the digests into `on` and returns: they are at `results()` when that stream is there.
     void launch(stream_ref on) const {
@@ -92,7 +96,8 @@ private:
         std::uint64_t item = 0;
     };
 
-    digest_plan(int device, std::span<const digest_item> items, const std::vector<tile>& tiles)
+    digest_plan(int device, std::span<const digest_item> items, const std::vector<tile>& tiles,
+                stream_ref uploads)
         : count_{checked(items.size())},
           tile_count_{checked(tiles.size())},
           blocks_{
@@ -104,8 +109,8 @@ private:
           add_{load_kernel(digest_source(), device)},
           finish_{load_kernel(digest_finish_source(), device)} {
         const device_guard guard{device};
-        upload(0, std::as_bytes(items));
-        upload(tiles_offset_, std::as_bytes(std::span{tiles}));
+        upload(tables_, 0, std::as_bytes(items), uploads);
+        upload(tables_, tiles_offset_, std::as_bytes(std::span{tiles}), uploads);
     }
 
     [[nodiscard]] static std::uint32_t checked(std::size_t count) {
@@ -123,16 +128,6 @@ private:
             }
         }
         return tiles;
-    }
-
-    void upload(std::size_t offset, std::span<const std::byte> table) const {
-        if (!table.empty()) {
-            check(cudaMemcpy(tables_.data() + offset, table.data(), table.size(),
-                             cudaMemcpyHostToDevice),
-                  "cudaMemcpy");
-            // The copy may return before the last bytes have arrived; other streams do not wait.
-            check(cudaStreamSynchronize(cudaStreamLegacy), "cudaStreamSynchronize");
-        }
     }
 
     [[nodiscard]] std::uint64_t* device_results() const noexcept {

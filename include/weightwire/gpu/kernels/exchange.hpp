@@ -17,6 +17,7 @@
 #include <weightwire/gpu/kernel.hpp>
 #include <weightwire/gpu/kernels/exchange_source.hpp>
 #include <weightwire/gpu/stream.hpp>
+#include <weightwire/gpu/upload.hpp>
 
 /// @file
 /// Exchanges the bytes of many pairs of runs on a device in one launch.
@@ -41,7 +42,10 @@ public:
     /// @throws unsupported_error NVRTC is missing.
     /// @throws resource_error no memory for the tables.
     exchange_plan(int device, std::span<const exchange_item> items)
-        : exchange_plan{device, items, tiles_of(items)} {}
+        : exchange_plan{device, items, stream{device}} {}
+    /// @param uploads the stream of the tables, as `upload` wants it.
+    exchange_plan(int device, std::span<const exchange_item> items, stream_ref uploads)
+        : exchange_plan{device, items, tiles_of(items), uploads} {}
 
     /// Puts the exchange into `on` and returns. A second launch undoes the first.
     /// @throws resource_error the launch was refused: nothing was exchanged.
@@ -66,7 +70,8 @@ private:
         std::uint64_t item = 0;
     };
 
-    exchange_plan(int device, std::span<const exchange_item> items, const std::vector<tile>& tiles)
+    exchange_plan(int device, std::span<const exchange_item> items, const std::vector<tile>& tiles,
+                  stream_ref uploads)
         : tile_count_{static_cast<std::uint32_t>(tiles.size())},
           blocks_{
               static_cast<unsigned int>(device_attribute(cudaDevAttrMultiProcessorCount, device)) *
@@ -75,8 +80,8 @@ private:
           tables_{device, tiles_offset_ + tiles.size() * sizeof(tile)},
           kernel_{load_kernel(exchange_source(), device)} {
         const device_guard guard{device};
-        upload(0, std::as_bytes(items));
-        upload(tiles_offset_, std::as_bytes(std::span{tiles}));
+        upload(tables_, 0, std::as_bytes(items), uploads);
+        upload(tables_, tiles_offset_, std::as_bytes(std::span{tiles}), uploads);
     }
 
     [[nodiscard]] static std::vector<tile> tiles_of(std::span<const exchange_item> items) {
@@ -90,16 +95,6 @@ private:
             throw usage_error{"an exchange plan has more than 2^32 tiles; split it"};
         }
         return tiles;
-    }
-
-    void upload(std::size_t offset, std::span<const std::byte> table) const {
-        if (!table.empty()) {
-            check(cudaMemcpy(tables_.data() + offset, table.data(), table.size(),
-                             cudaMemcpyHostToDevice),
-                  "cudaMemcpy");
-            // The copy may return before the last bytes have arrived; other streams do not wait.
-            check(cudaStreamSynchronize(cudaStreamLegacy), "cudaStreamSynchronize");
-        }
     }
 
     std::uint32_t tile_count_;

@@ -32,6 +32,10 @@ public:
     scatter(int device, std::span<const std::vector<scatter_item>> chunks,
             copy_form form = copy_form::automatic)
         : plan_{device, tiles_of(chunks), form} {}
+    /// @param uploads as in `copy_plan`.
+    scatter(int device, std::span<const std::vector<scatter_item>> chunks, copy_form form,
+            stream_ref uploads)
+        : plan_{device, tiles_of(chunks), form, uploads} {}
 
     /// Puts the scatter of one chunk into `on` and returns.
     /// @param buffer device memory as large as the chunk's last place ends, aligned to 16 bytes.
