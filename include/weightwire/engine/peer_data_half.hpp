@@ -12,6 +12,7 @@
 #include <weightwire/core/failure.hpp>
 #include <weightwire/detail/side_thread.hpp>
 #include <weightwire/engine/peer_table.hpp>
+#include <weightwire/wire/reply_failure.hpp>
 
 /// @file
 /// Init and update have two halves that run side by side: a control call on a side thread, the
@@ -32,11 +33,21 @@ struct data_failure {
     explicit operator bool() const noexcept { return static_cast<bool>(what); }
 };
 
-/// Whether a reply to a call tells of the peer itself: it answered, or its connection failed. The
-/// end of our own patience tells nothing of it.
-[[nodiscard]] inline bool tells_of_peer(const peer_reply& reply) noexcept {
-    return reply.answer.fault != reply_fault::timed_out &&
-           reply.answer.fault != reply_fault::cancelled;
+/// What a failed reply says. A worker of a group that lost another rank says so: that is an echo,
+/// and who is to blame may still be about to speak.
+[[nodiscard]] inline testimony testimony_of(const peer_reply& reply) noexcept {
+    const auto& answer = reply.answer;
+    if (answer.fault == reply_fault::timed_out || answer.fault == reply_fault::cancelled) {
+        return testimony::nothing;
+    }
+    try {
+        const auto kind = wire::kind_in_envelope(answer.body);
+        const bool of_others = kind == "peer" || kind == "timeout" || kind == "cancelled";
+        return answer.fault == reply_fault::none && of_others ? testimony::echo
+                                                              : testimony::own_words;
+    } catch (...) {
+        return testimony::own_words;  // no memory for a look at the text
+    }
 }
 
 /// Runs `move(deadline, stop)` beside the call that `side` carries. When it fails, a peer that is
@@ -56,10 +67,11 @@ template <class Move>
         out.what = failure::current(where);
         out.thrown = std::current_exception();
         out.late = mine_until.expired();
-        if (out.what.kind == "peer" || out.what.kind == "timeout") {
+        const bool heard_echo = out.what.kind == "cancelled" && peers.told() == testimony::echo;
+        if (out.what.kind == "peer" || out.what.kind == "timeout" || heard_echo) {
             (void)side.wait_until(until.capped(time_for_words + can.let_go).when());
         }
-        out.refused = peers.has_been_told();
+        out.refused = peers.told() != testimony::nothing;
         calls.request_stop();
     }
     return out;

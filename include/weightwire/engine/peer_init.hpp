@@ -183,8 +183,12 @@ private:
         const bool left_out = reply.answer.fault == reply_fault::left_out;
         if (!left_out && !reply.ok() &&
             !shared.init->wants_next_form(shared.init->peers_[i], reply)) {
-            shared.init->peers_.blame(i, tells_of_peer(reply));
-            shared.stop_all();
+            const auto said = testimony_of(reply);
+            shared.init->peers_.blame(i, said);
+            shared.sender.request_stop();
+            if (said != testimony::echo) {
+                shared.calls.request_stop();  // else the others have a moment to say more
+            }
         }
     }
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -46,6 +47,13 @@ struct peer_state {
     double data_seconds = 0;
     std::string body{};  ///< of the call under way
     std::array<char, 64> update_body{};
+};
+
+/// What a peer's failure says of who is at fault, the least first.
+enum class testimony : std::uint8_t {
+    nothing,    ///< our own patience ended
+    echo,       ///< the peer lost another member of the group
+    own_words,  ///< the peer's own reason, or its connection failed
 };
 
 /// All peers, with the arrays that a control call reads: bodies and mask.
@@ -123,24 +131,28 @@ public:
     }
 
     /// Notes that peer `i` is the one whose failure ended the call under way: what the others say
-    /// after it is its echo. Only the first counts. Thread-safe.
-    /// @param told the peer answered, or its connection failed; else our own patience ended.
-    void blame(std::size_t i, bool told) noexcept {
-        auto nobody = none;
-        if (blamed_.compare_exchange_strong(nobody, i)) {
-            blamed_told_ = told;
+    /// after it is its echo. The first counts, until one comes that says more. Thread-safe.
+    void blame(std::size_t i, testimony said) noexcept {
+        const std::lock_guard lock{blame_mutex_};
+        if (blamed_ == none || said > blamed_said_) {
+            blamed_ = i;
+            blamed_said_ = said;
         }
     }
-    /// Whether the peer that is to blame has told of itself.
-    [[nodiscard]] bool has_been_told() const noexcept { return blamed_told_; }
+    /// What the peer that is to blame has told.
+    [[nodiscard]] testimony told() const noexcept {
+        const std::lock_guard lock{blame_mutex_};
+        return blamed_said_;
+    }
     void blame_nobody() noexcept {
+        const std::lock_guard lock{blame_mutex_};
         blamed_ = none;
-        blamed_told_ = false;
+        blamed_said_ = testimony::nothing;
     }
     /// The call ended because time was up, whatever leaf the peer's words on it have.
     /// @param words added to the peer's.
     void blame_time(std::string_view words) {
-        if (const auto i = blamed_.load(); i < peers_.size() && peers_[i].error) {
+        if (const auto i = blamed(); i < peers_.size() && peers_[i].error) {
             peers_[i].error.kind = "timeout";
             peers_[i].error.text += words;
         }
@@ -149,7 +161,7 @@ public:
     /// The first failure that peers brought into this round: of the peer that is to blame, else in
     /// their order; what was only given up because of another failure comes last.
     [[nodiscard]] failure first_failure() const {
-        if (const auto i = blamed_.load(); i < peers_.size() && peers_[i].error) {
+        if (const auto i = blamed(); i < peers_.size() && peers_[i].error) {
             return peers_[i].error;
         }
         failure first;
@@ -178,6 +190,10 @@ public:
     }
 
 private:
+    [[nodiscard]] std::size_t blamed() const noexcept {
+        const std::lock_guard lock{blame_mutex_};
+        return blamed_;
+    }
     [[nodiscard]] static peer_status status_of(const peer_state& peer) noexcept {
         if (peer.live) {
             return peer_status::committed;
@@ -203,8 +219,9 @@ private:
     std::vector<std::string_view> bodies_;
     std::vector<unsigned char> mask_;
     static constexpr std::size_t none = static_cast<std::size_t>(-1);
-    std::atomic<std::size_t> blamed_{none};
-    std::atomic<bool> blamed_told_{false};
+    mutable std::mutex blame_mutex_;
+    std::size_t blamed_ = none;
+    testimony blamed_said_ = testimony::nothing;
 };
 
 }  // namespace weightwire::detail

@@ -1,6 +1,8 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <deque>
 #include <exception>
@@ -81,20 +83,23 @@ private:
         }
     }
 
-    /// A rank that was stopped because another failed has nothing to say. Of several that failed by
-    /// themselves the lowest is reported, so that the same fault always names the same rank.
+    /// A rank that was stopped because another failed has nothing to say, and one that lost a peer
+    /// or its time may only have met that failure. Of several that failed by themselves the lowest
+    /// is reported, so that the same fault always names the same rank.
     void rethrow() {
-        std::size_t cause = jobs_.size();
-        std::size_t cancelled = jobs_.size();
+        std::array<std::size_t, 3> lowest{};
+        lowest.fill(jobs_.size());
         for (std::size_t rank = jobs_.size(); rank-- > 0;) {
             if (failures_[rank] != nullptr) {
-                (was_cancelled(failures_[rank]) ? cancelled : cause) = rank;
+                lowest[echo_of(failures_[rank])] = rank;
             }
         }
-        cause = cause < jobs_.size() ? cause : cancelled;
-        if (cause == jobs_.size()) {
+        const auto found =
+            std::ranges::find_if(lowest, [&](std::size_t rank) { return rank < jobs_.size(); });
+        if (found == lowest.end()) {
             return;
         }
+        const auto cause = *found;
         const auto thrown = std::exchange(failures_[cause], nullptr);
         for (auto& failure : failures_) {
             failure = nullptr;
@@ -102,13 +107,18 @@ private:
         name_rank(thrown, cause);
     }
 
-    [[nodiscard]] static bool was_cancelled(const std::exception_ptr& thrown) {
+    /// 0: a reason of its own. 1: perhaps another rank's. 2: stopped because of another.
+    [[nodiscard]] static std::size_t echo_of(const std::exception_ptr& thrown) {
         try {
             std::rethrow_exception(thrown);
         } catch (const cancelled_error&) {
-            return true;
+            return 2;
+        } catch (const peer_error&) {
+            return 1;
+        } catch (const timeout_error&) {
+            return 1;
         } catch (...) {
-            return false;
+            return 0;
         }
     }
 

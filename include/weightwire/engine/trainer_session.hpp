@@ -411,7 +411,7 @@ private:
             return;
         }
         self.peers_[i].live = false;
-        self.peers_.blame(i, tells_of_peer(reply));
+        self.peers_.blame(i, testimony_of(reply));
         if constexpr (HasDropPeer<sender_type>) {
             self.sender_->drop_peer(i);
             if (self.peers_.live_count() == 0) {

@@ -48,6 +48,13 @@ namespace detail {
     return {};
 }
 
+/// The same behind the words with which vLLM, and our server in its dialect, begins what a worker
+/// threw.
+[[nodiscard]] inline std::string_view worker_kind(std::string_view text) {
+    constexpr std::string_view before = "Call to collective_rpc method failed: ";
+    return leading_kind(text.starts_with(before) ? text.substr(before.size()) : text);
+}
+
 /// Value of `[key …]` in a message of our own server.
 [[nodiscard]] inline std::string bracketed(std::string_view text, std::string_view key) {
     const auto open = text.find("[" + std::string{key} + " ");
@@ -84,6 +91,11 @@ namespace detail {
 }
 
 }  // namespace detail
+
+/// The leaf that the body of a refusal names; empty when it names none.
+[[nodiscard]] inline std::string kind_in_envelope(std::string_view body) {
+    return std::string{detail::worker_kind(detail::envelope_text(body))};
+}
 
 /// What `reply` says went wrong in `where`; empty when it is a success.
 [[nodiscard]] inline failure reply_failure(const peer_reply& reply, phase where) {
