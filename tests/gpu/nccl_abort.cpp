@@ -87,7 +87,8 @@ struct rank_calls {
 
     [[nodiscard]] ncclUniqueId make_id() const {
         ncclUniqueId id{};
-        nccl_api::check(used, used.calls().get_unique_id(&id), "ncclGetUniqueId");
+        const auto before = nccl_api::detail::digest_of_words(used);
+        nccl_api::check(used, used.calls().get_unique_id(&id), "ncclGetUniqueId", before);
         return id;
     }
     /// Polls until the call is no longer in progress, at most `limit`.
