@@ -396,7 +396,7 @@ inline void communicator::await_progress(operation& current) {
 
 /// The process that made the unique id is told of a rank that came twice and of world sizes that
 /// differ, but its own join is not: it would wait until the deadline. It gets some seconds more,
-/// because the words can be those of another group of this process; a sound join took 2.1 s at most.
+/// because the words can be those of another group of this process; a sound join took at most 2.1.
 inline void communicator::watch_meeting(operation& current) const {
     if (detail::tells_of_check_in(detail::words_since(used_, current.words_before))) {
         current.until = current.until.capped(std::chrono::seconds{3});
