@@ -42,8 +42,8 @@ bool has(std::string_view text, std::string_view part) {
 
 /// A worker process that says `s` when it comes to tensor `stops_at` of the first round and then
 /// waits for a character; leaves the text of its error, or `done`.
-tests::forked blocking_worker(const weightwire::manifest& parameters, const ipc_trainer_half& trainer,
-                              int rank, std::size_t peer) {
+tests::forked blocking_worker(const weightwire::manifest& parameters,
+                              const ipc_trainer_half& trainer, int rank, std::size_t peer) {
     return tests::forked{[&, rank, peer](tests::channel& parent) {
         worker_half worker{parameters, rank};
         worker.open(trainer.wire_parameters(), trainer.inits[peer].native);
@@ -62,8 +62,8 @@ tests::forked blocking_worker(const weightwire::manifest& parameters, const ipc_
 
 /// A worker process that receives the rounds that it is told, and says for each whether it has
 /// them.
-tests::forked willing_worker(const weightwire::manifest& parameters, const ipc_trainer_half& trainer,
-                             int rank, std::size_t peer) {
+tests::forked willing_worker(const weightwire::manifest& parameters,
+                             const ipc_trainer_half& trainer, int rank, std::size_t peer) {
     return tests::forked{[&, rank, peer](tests::channel& parent) {
         worker_half worker{parameters, rank};
         worker.open(trainer.wire_parameters(), trainer.inits[peer].native);

@@ -143,7 +143,7 @@ inline weightwire::ipc::trainer_init_info info_of(travel how) {
 class ipc_trainer_half {
 public:
     ipc_trainer_half(const weightwire::manifest& parameters, travel how, std::vector<int> ranks,
-                 weightwire::ipc::trainer_init_info info)
+                     weightwire::ipc::trainer_init_info info)
         : parameters_{parameters}, info_{info}, weights{parameters}, sender{info_} {
         int next = 1;
         for (const int count : ranks) {

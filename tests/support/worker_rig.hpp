@@ -109,7 +109,9 @@ public:
                 .wire_parameters = wire_parameters,
                 .transport = init_.front().native};
     }
-    [[nodiscard]] const std::string& vllm_init() const { return init_.front().vllm.front().init_info; }
+    [[nodiscard]] const std::string& vllm_init() const {
+        return init_.front().vllm.front().init_info;
+    }
     [[nodiscard]] auto parts() const { return sender_.parts(); }
     [[nodiscard]] const weightwire::manifest& parameters() const { return parameters_; }
 

@@ -524,7 +524,8 @@ TEST_CASE("A vLLM session that leaves a parameter out names it at finish") {
     auto& engine = rig.engine;
     engine.init(wire::vllm_init{trainer.vllm_init()}, {});
     engine.start(wire::vllm_start{}, {});
-    trainer.beside_sending([&] { engine.update(request_of(trainer.parts()[0].vllm_bodies.at(0)), {}); });
+    trainer.beside_sending(
+        [&] { engine.update(request_of(trainer.parts()[0].vllm_bodies.at(0)), {}); });
     const auto why = caught([&] { engine.finish(wire::vllm_finish{}, {}); });
     CHECK(why.kind == "coverage");
     CHECK(why.context.tensor == weights.metadata()[2].name);
@@ -543,7 +544,8 @@ TEST_CASE("Frozen parameters and aliases need not come in a vLLM session") {
     auto& engine = rig.engine;
     engine.init(wire::vllm_init{trainer.vllm_init()}, {});
     engine.start(wire::vllm_start{}, {});
-    trainer.beside_sending([&] { engine.update(request_of(trainer.parts()[0].vllm_bodies.at(0)), {}); });
+    trainer.beside_sending(
+        [&] { engine.update(request_of(trainer.parts()[0].vllm_bodies.at(0)), {}); });
     engine.finish(wire::vllm_finish{}, {});
     CHECK(rig.serves(1, sent));
 }

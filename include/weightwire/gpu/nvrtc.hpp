@@ -107,6 +107,9 @@ struct library_closer {
 };
 using loaded_library = std::unique_ptr<void, library_closer>;
 
+/// NVRTC stays mapped after a close: it allocates memory that it does not free then.
+inline constexpr int open_flags = RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE;
+
 /// Opens the part of NVRTC that it opens itself, by name, at the first compilation. The one in
 /// NVIDIA's wheels does not look in its own folder; a library that is already open it finds.
 [[nodiscard]] inline loaded_library open_builtins_beside(const std::string& file) {
@@ -115,8 +118,7 @@ using loaded_library = std::unique_ptr<void, library_closer>;
     if (slash != file.npos) {
         append_matches(file.substr(0, slash + 1) + "libnvrtc-builtins.so.[0-9]*", found);
     }
-    return loaded_library{found.empty() ? nullptr
-                                        : dlopen(found[0].c_str(), RTLD_NOW | RTLD_LOCAL)};
+    return loaded_library{found.empty() ? nullptr : dlopen(found[0].c_str(), open_flags)};
 }
 
 }  // namespace detail
@@ -134,7 +136,7 @@ public:
         const auto files =
             path.empty() ? detail::nvrtc_candidates() : std::vector<std::string>{path};
         for (const std::string& file : files) {
-            if (void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL); handle != nullptr) {
+            if (void* handle = dlopen(file.c_str(), detail::open_flags); handle != nullptr) {
                 return nvrtc{handle, file};
             }
             const char* why = dlerror();
