@@ -24,7 +24,7 @@ BUILDS = ROOT / "build-test"
 SUMMARY = re.compile(r"\[doctest\] test cases:\s*(\d+)\s*\|\s*(\d+) passed\s*\|\s*(\d+) failed")
 LINE = re.compile(r"^(PASS|FAIL|SKIP) (.+)$")
 FUZZ_SECONDS = 10
-PARTS = {"unit_threads": 4, "fault": 2}  # suites that run in so many processes
+PARTS = {"unit_threads": 4, "fault": 4}  # suites that run in so many processes
 # Suites that the thread sanitizer sees.
 THREADED = ("unit_threads", "integration", "fault")
 
