@@ -485,8 +485,12 @@ TEST_CASE("Destinations around their writes are opened one by one, and only in h
         bounced_places places{&parameters, {.kind = memory_kind::cuda, .index = 0}};
         round_of<const small_weights> all{weights, parameters};
         auto stream = all.stream();
-        std::thread trainer{
-            [&] { CHECK_THROWS_AS(both.sender.send(1, 0, stream, in_time(), {}), error); }};
+        std::thread trainer{[&] {
+            try {
+                both.sender.send(1, 0, stream, in_time(), {});
+            } catch (const error&) {  // unless everything was under way when the worker left
+            }
+        }};
         CHECK_THROWS_WITH_AS(both.receive(places), doctest::Contains("host memory"),
                              unsupported_error);
         trainer.join();
