@@ -64,16 +64,16 @@ class Tree:
 def nccl_include():
     """Where NCCL's header is, when it is in a wheel."""
     found = find("nccl.h", "libnccl.so", places())
-    return [f"-I{found[0]}"] if found else []
+    return ["-isystem", str(found[0])] if found else []
 
 
 def cuda_include():
     """Where the headers of CUDA are, for a compiler that is not nvcc: in a toolkit or in a wheel."""
     for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if root and pathlib.Path(root, "include", "cuda_runtime_api.h").is_file():
-            return [f"-I{root}/include"]
+            return ["-isystem", f"{root}/include"]
     found = find("cuda_runtime_api.h", "libcudart.so", places())
-    return [f"-I{found[0]}"] if found else []
+    return ["-isystem", str(found[0])] if found else []
 
 
 def last_lines(text, count=40):
