@@ -15,7 +15,7 @@
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/plan/broadcast_plan.hpp>
 
-#include "../support/qwen3_list.hpp"
+#include "../../benchmarks/support/parameter_lists.hpp"
 
 namespace {
 
@@ -290,7 +290,7 @@ TEST_CASE("broadcast plan: no buffer, and calls that begin nowhere, are refused"
 }
 
 TEST_CASE("broadcast plan: a mixture of experts of 18,867 tensors") {
-    const manifest parameters{tests::qwen3_30b_a3b_list()};
+    const manifest parameters{benchmarks::qwen3_30b_a3b_list(48)};
     CHECK(parameters.size() == 18'867);
     CHECK(parameters.total_bytes() == 61'064'245'248);
     const auto options = packed(std::uint64_t{1} << 30U);
