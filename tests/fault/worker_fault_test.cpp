@@ -169,7 +169,7 @@ TEST_CASE("a trainer does not take back a worker that another one has taken sinc
     worker_process shared{plain()};
     trainer first{&good, &shared};
     CHECK(first.round(1).all_committed());
-    shared.signal(SIGSTOP);
+    shared.stop();
     CHECK(first.round(2, 4s).committed() == 1);  // lost by a timeout
     shared.signal(SIGCONT);
     trainer second{&shared};
@@ -187,7 +187,7 @@ TEST_CASE("a worker that hangs round after round does not keep the other from co
     worker_process bad{plain()};
     trainer t{&good, &bad};
     CHECK(t.round(1, 4s).all_committed());
-    bad.signal(SIGSTOP);
+    bad.stop();
     for (std::uint64_t version = 2; version <= 4; ++version) {
         CHECK(t.round(version, 4s).committed() == 1);
     }
@@ -320,7 +320,7 @@ TEST_CASE("a worker stopped in the middle of the data costs its deadline, and th
         [](void* self, std::string_view tensor, std::uint64_t, std::span<std::byte>) {
             auto& wanted = *static_cast<worker_process**>(self);
             if (wanted != nullptr && tensor == "model.layers.1.up.weight") {
-                wanted->signal(SIGSTOP);
+                wanted->stop();
                 wanted = nullptr;
             }
         },

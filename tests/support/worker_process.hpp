@@ -36,6 +36,13 @@ public:
 
     [[nodiscard]] std::string url() const { return "http://127.0.0.1:" + std::to_string(port_); }
     void signal(int number) const { ::kill(process_, number); }
+    /// SIGSTOP, and waits until every thread of it has stopped: until then it may still answer.
+    void stop() const {
+        signal(SIGSTOP);
+        if (!is_stopped()) {
+            throw std::runtime_error{"the worker process does not stop"};
+        }
+    }
     /// Whether a signal has stopped it, and nobody has resumed it. Waits a moment for it to be so.
     [[nodiscard]] bool is_stopped() const {
         for (int tries = 0; tries < 200; ++tries) {

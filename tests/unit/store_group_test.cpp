@@ -53,7 +53,12 @@ public:
         ::kill(process_, SIGKILL);
         (void)status();
     }
-    void stop() { ::kill(process_, SIGSTOP); }
+    /// SIGSTOP, and waits until it has stopped.
+    void stop() {
+        ::kill(process_, SIGSTOP);
+        int status = 0;
+        ::waitpid(process_, &status, WUNTRACED);
+    }
     /// Waits for its end.
     int status() {
         int status = 0;
