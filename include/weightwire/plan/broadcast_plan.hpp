@@ -107,101 +107,115 @@ namespace detail {
     return result;
 }
 
-/// The state of packed nccl's rule while it walks tensors: where the next one lies in its chunk.
-class chunk_cursor {
-public:
-    explicit chunk_cursor(std::uint64_t buffer_bytes) noexcept : buffer_bytes_{buffer_bytes} {}
-    [[nodiscard]] bool takes(dtype type) const noexcept { return filled_ % item_bytes(type) == 0; }
-    /// Adds a tensor; true where it closes the chunk.
-    bool add(std::uint64_t bytes) noexcept {
-        filled_ += bytes;
-        const bool closes = filled_ > buffer_bytes_;
-        filled_ = closes ? 0 : filled_;
-        return closes;
-    }
-    void restart() noexcept { filled_ = 0; }
-
-private:
-    std::uint64_t buffer_bytes_;
-    std::uint64_t filled_ = 0;
-};
-
-/// Index in `order` of the first misaligned tensor of one call, or `manifest::npos`.
+/// Index in `order` of the first tensor that a chunk of `at` holds misaligned, or `manifest::npos`.
 [[nodiscard]] inline std::size_t first_misaligned(const manifest& parameters,
                                                   std::span<const std::size_t> order,
-                                                  std::uint64_t buffer_bytes) {
-    chunk_cursor at{buffer_bytes};
+                                                  chunk_cursor at) {
     for (std::size_t i = 0; i < order.size(); ++i) {
         const auto& parameter = parameters[order[i]];
-        if (!at.takes(parameter.dtype)) {
+        if (at.add(parameter.byte_size()) % item_bytes(parameter.dtype) != 0) {
             return i;
         }
-        at.add(parameter.byte_size());
     }
     return manifest::npos;
 }
 
-/// Where calls have to begin so that no tensor is misaligned; as few as there can be.
+/// The order in which no tensor is misaligned. Layer by layer if that suffices: vLLM keeps what it
+/// got of a layer until it is complete.
+[[nodiscard]] inline sending_order aligned_order(const manifest& parameters,
+                                                 const chunk_cursor& at) {
+    const auto by_layer = order_of(parameters, sending_order::by_layer);
+    return first_misaligned(parameters, by_layer, at) == manifest::npos
+               ? sending_order::by_layer
+               : sending_order::by_item_size;
+}
+
+/// Where calls begin that go on until a tensor would be misaligned.
 [[nodiscard]] inline std::vector<std::size_t> aligned_calls(const manifest& parameters,
-                                                            std::uint64_t buffer_bytes) {
+                                                            chunk_cursor at) {
     std::vector<std::size_t> begins{0};
-    chunk_cursor at{buffer_bytes};
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-        if (!at.takes(parameters[i].dtype)) {
+        const auto bytes = parameters[i].byte_size();
+        if (at.offset_of(bytes) % item_bytes(parameters[i].dtype) != 0) {
             begins.push_back(i);
             at.restart();
         }
-        at.add(parameters[i].byte_size());
+        at.add(bytes);
     }
     return begins;
 }
 
-/// The call of `order`, cut by the rule of packed nccl.
-[[nodiscard]] inline broadcast_call cut_call(const manifest& parameters,
-                                             std::span<const std::size_t> order,
-                                             const broadcast_options& options) {
-    broadcast_call call{.order = {order.begin(), order.end()}};
-    if (!options.packed) {
-        return call;
+/// The refusal of a misaligned tensor that neither another order nor another call may avoid.
+[[nodiscard]] inline unsupported_error misaligned_error(const param_meta& parameter) {
+    return unsupported_error{
+        "this tensor of " + std::string{to_string(parameter.dtype)} +
+            " would begin in the packed buffer where vLLM cannot read it; this server takes one "
+            "update call a round and the source gives its tensors one after the other: send "
+            "unpacked, or from a source with stable addresses, which can be reordered",
+        {.phase = phase::plan, .tensor = parameter.name}};
+}
+
+/// @throws protocol_error the calls of `layout` begin nowhere in a list of `count`. @param what is
+/// sent, for the message.
+inline void require_calls(const broadcast_layout& layout, std::size_t count,
+                          std::string_view what) {
+    const auto& begins = layout.call_begins;
+    bool sound = !begins.empty() && begins.front() == 0 && (begins.back() < count || count == 0);
+    for (std::size_t i = 1; i < begins.size(); ++i) {
+        sound = sound && begins[i] > begins[i - 1] && begins[i] < count;
     }
-    chunk_cursor at{options.buffer_bytes};
-    packed_chunk open;
-    for (std::size_t i = 0; i < order.size(); ++i) {
-        const auto bytes = parameters[order[i]].byte_size();
-        add_to_chunk(open, i, bytes);
-        if (at.add(bytes)) {
-            call.chunks.push_back(std::exchange(open, {}));
-        }
+    if (!sound) {
+        throw protocol_error{"the calls of " + std::string{what} +
+                                 " have to begin at ascending positions from 0 below " +
+                                 std::to_string(count),
+                             {.phase = phase::plan}};
     }
-    if (open.count > 0) {
-        call.chunks.push_back(std::move(open));
+}
+
+/// Calls and order of a plan, in words.
+[[nodiscard]] inline std::string describe(std::size_t calls, sending_order order) {
+    std::string out = calls == 1 ? "one update call" : std::to_string(calls) + " update calls";
+    switch (order) {
+        case sending_order::manifest: out += " in the source's order"; break;
+        case sending_order::by_layer: out += " by descending item size in each layer"; break;
+        case sending_order::by_item_size: out += " by descending item size"; break;
     }
-    return call;
+    return out;
+}
+
+/// @throws unsupported_error torch has not the dtype; names the tensor.
+inline void require_torch_dtype(const param_meta& parameter) {
+    if (traits_of(parameter.dtype).torch.empty()) {
+        throw unsupported_error{"torch has no dtype " + std::string{to_string(parameter.dtype)} +
+                                    ", so vLLM cannot take this tensor; send another dtype",
+                                {.phase = phase::plan, .tensor = parameter.name}};
+    }
+}
+
+/// @throws data_error a scalar, which vLLM cannot take packed; names the tensor.
+inline void require_dimensions(const param_meta& parameter) {
+    if (parameter.shape.empty()) {
+        throw data_error{
+            "vLLM's packed transfer cannot take a tensor of no dimensions; send unpacked, give "
+            "it the shape [1], or set zero_dim_as_one to send it so",
+            {.phase = phase::plan, .tensor = parameter.name}};
+    }
 }
 
 /// Refuses what vLLM's consumer takes in no order.
 /// @throws unsupported_error a dtype; @throws data_error a scalar; both name the tensor.
 inline void require_python_can_take(const manifest& parameters, const broadcast_options& options) {
     for (const auto& parameter : parameters.parameters()) {
-        const auto type = std::string{to_string(parameter.dtype)};
-        const error_context context{.phase = phase::plan, .tensor = parameter.name};
-        if (traits_of(parameter.dtype).torch.empty()) {
-            throw unsupported_error{"torch has no dtype " + type +
-                                        ", so vLLM cannot take this tensor; send another dtype",
-                                    context};
-        }
+        require_torch_dtype(parameter);
         if (!options.packed && !vllm_unpacked_takes(parameter.dtype)) {
             throw unsupported_error{
-                "vLLM names no type of NCCL for " + type +
+                "vLLM names no type of NCCL for " + std::string{to_string(parameter.dtype)} +
                     ", so its unpacked transfer cannot take this tensor; send packed, where "
                     "tensors travel as bytes",
-                context};
+                {.phase = phase::plan, .tensor = parameter.name}};
         }
-        if (options.packed && parameter.shape.empty() && !options.zero_dim_as_one) {
-            throw data_error{
-                "vLLM's packed transfer cannot take a tensor of no dimensions; send unpacked, give "
-                "it the shape [1], or set zero_dim_as_one to send it so",
-                context};
+        if (options.packed && !options.zero_dim_as_one) {
+            require_dimensions(parameter);
         }
     }
 }
@@ -230,7 +244,7 @@ public:
                    broadcast_layout layout)
         : layout_{std::move(layout)}, reason_{"as the sender says"} {
         require_buffers(options);
-        require_calls(parameters.size());
+        detail::require_calls(layout_, parameters.size(), "a broadcast");
         build(parameters, options);
     }
 
@@ -264,20 +278,8 @@ private:
                               {.phase = phase::plan}};
         }
     }
-    void require_calls(std::size_t count) const {
-        const auto& begins = layout_.call_begins;
-        bool sound =
-            !begins.empty() && begins.front() == 0 && (begins.back() < count || count == 0);
-        for (std::size_t i = 1; i < begins.size(); ++i) {
-            sound = sound && begins[i] > begins[i - 1] && begins[i] < count;
-        }
-        if (!sound) {
-            throw protocol_error{
-                "the calls of a broadcast have to begin at ascending positions "
-                "from 0 below " +
-                    std::to_string(count),
-                {.phase = phase::plan}};
-        }
+    [[nodiscard]] static detail::chunk_cursor cursor(const broadcast_options& options) noexcept {
+        return {detail::chunk_end::after_exceeding, options.buffer_bytes};
     }
     void choose(const manifest& parameters, const broadcast_options& options);
     void build(const manifest& parameters, const broadcast_options& options);
@@ -290,36 +292,24 @@ private:
 };
 
 inline void broadcast_plan::choose(const manifest& parameters, const broadcast_options& options) {
-    const auto misaligned = [&](sending_order order) {
-        return detail::first_misaligned(parameters, detail::order_of(parameters, order),
-                                        options.buffer_bytes);
-    };
     if (!options.packed || !options.consumer_needs_alignment) {
         reason_ = options.packed ? "workers need no alignment" : "a broadcast a tensor";
         return;
     }
-    const auto first = misaligned(sending_order::manifest);
+    const auto in_order = detail::order_of(parameters, sending_order::manifest);
+    const auto first = detail::first_misaligned(parameters, in_order, cursor(options));
     if (first == manifest::npos) {
         reason_ = "every tensor is aligned";
         return;
     }
-    const auto& name = parameters[first].name;
-    reason_ = name + " would be misaligned for vLLM";
+    reason_ = parameters[first].name + " would be misaligned for vLLM";
     if (options.may_reorder) {
-        // Layer by layer if that suffices: vLLM keeps what it got of a layer until it is complete.
-        const bool by_layer = misaligned(sending_order::by_layer) == manifest::npos;
-        layout_.order = by_layer ? sending_order::by_layer : sending_order::by_item_size;
-        return;
+        layout_.order = detail::aligned_order(parameters, cursor(options));
+    } else if (options.may_split) {
+        layout_.call_begins = detail::aligned_calls(parameters, cursor(options));
+    } else {
+        throw detail::misaligned_error(parameters[first]);
     }
-    if (!options.may_split) {
-        throw unsupported_error{
-            "this tensor of " + std::string{to_string(parameters[first].dtype)} +
-                " would begin in the packed buffer where vLLM cannot read it; this server takes "
-                "one update call a round and the source gives its tensors one after the other: "
-                "send unpacked, or from a source with stable addresses, which can be reordered",
-            {.phase = phase::plan, .tensor = name}};
-    }
-    layout_.call_begins = detail::aligned_calls(parameters, options.buffer_bytes);
 }
 
 inline void broadcast_plan::build(const manifest& parameters, const broadcast_options& options) {
@@ -331,8 +321,13 @@ inline void broadcast_plan::build(const manifest& parameters, const broadcast_op
     for (std::size_t i = 0; i < begins.size(); ++i) {
         const auto end = i + 1 < begins.size() ? begins[i + 1] : order.size();
         const auto share = std::span{order}.subspan(begins[i], end - begins[i]);
-        calls_.push_back(detail::cut_call(parameters, share, options));
-        const auto& chunks = calls_.back().chunks;
+        auto& call = calls_.emplace_back(broadcast_call{.order = {share.begin(), share.end()}});
+        if (options.packed) {
+            call.chunks = detail::cut_chunks(
+                share.size(), [&](std::size_t k) { return parameters[share[k]].byte_size(); },
+                cursor(options));
+        }
+        const auto& chunks = call.chunks;
         for (std::size_t k = 0; k < chunks.size(); ++k) {
             auto& buffer = buffer_bytes_[buffer_of(k)];
             buffer = std::max(buffer, chunks[k].bytes);
@@ -346,14 +341,7 @@ inline std::string broadcast_plan::description() const {
         chunks += call.chunks.size();
     }
     std::string out = packed_ ? "packed in " + std::to_string(chunks) + " chunks" : "unpacked";
-    out += calls_.size() == 1 ? ", one update call"
-                              : ", " + std::to_string(calls_.size()) + " update calls";
-    switch (layout_.order) {
-        case sending_order::manifest: out += " in the source's order"; break;
-        case sending_order::by_layer: out += " by descending item size in each layer"; break;
-        case sending_order::by_item_size: out += " by descending item size"; break;
-    }
-    return out + ": " + reason_;
+    return out + ", " + detail::describe(calls_.size(), layout_.order) + ": " + reason_;
 }
 
 }  // namespace weightwire::plan
