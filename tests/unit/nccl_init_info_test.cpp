@@ -20,6 +20,9 @@
 #include <weightwire/backends/nccl/transport_message.hpp>
 #include <weightwire/concepts/trainer_init_info.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/wire/json_reader.hpp>
+#include <weightwire/wire/json_writer.hpp>
+#include <weightwire/wire/packing.hpp>
 #include <weightwire/wire/vllm_nccl.hpp>
 #include <weightwire/wire/vllm_requests.hpp>
 
@@ -244,6 +247,35 @@ TEST_CASE("nccl wire parameters: the golden files, and nothing else") {
         CAPTURE(text);
         CHECK_THROWS_AS((void)nccl::decode_wire_parameters(text), protocol_error);
     }
+}
+
+TEST_CASE("packing parameters: three members, both ways, with bounds whether or not packed") {
+    const auto read = [](std::string_view text) {
+        const wire::json_document document{text, "wire parameters", phase::init};
+        return wire::read_packing(document.root());
+    };
+    for (const bool packed : {true, false}) {
+        const wire::packing_parameters packing{packed, std::uint64_t{1} << 41U, 2};
+        CHECK(wire::fault_of_buffers(packing).empty());
+        std::string text;
+        wire::json_writer out{text};
+        out.begin_object();
+        wire::write_packing(out, packing);
+        out.end_object();
+        CHECK(text == std::string{R"({"packed":)"} + (packed ? "true" : "false") +
+                          R"(,"packed_buffer_size_bytes":2199023255552,"packed_num_buffers":2})");
+        CHECK(read(text) == packing);
+        const auto wrong = [&](std::string_view what, std::string_view by) {
+            return refusal<protocol_error>([&] { (void)read(replaced(text, what, by)); });
+        };
+        CHECK(contains(wrong("255552", "255553"), "$: packed_buffer_size_bytes times"));
+        CHECK(contains(wrong("2199023255552", "0"), "from 1 to 2^42"));
+        CHECK(contains(wrong("buffers\":2", "buffers\":0"), "packed_num_buffers has to be from 1"));
+        CHECK(contains(wrong("buffers\":2", "buffers\":1025"), "from 1 to 1024"));
+        CHECK(contains(wrong("{", R"({"more":1,)"), "unknown member 'more'"));
+        CHECK(contains(wrong(R"(,"packed_num_buffers":2)", ""), "'packed_num_buffers' is missing"));
+    }
+    CHECK(contains(refusal<protocol_error>([&] { (void)read("[]"); }), "expected an object"));
 }
 
 TEST_CASE("nccl init info: a user's values are checked, each with its own words") {

@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
-#include <array>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -15,13 +13,13 @@
 #include <vector>
 
 #include <weightwire/concepts/transport.hpp>
-#include <weightwire/core/dtype.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/wire/json_reader.hpp>
 #include <weightwire/wire/json_writer.hpp>
 #include <weightwire/wire/parameter_lists.hpp>
 #include <weightwire/wire/unique_id.hpp>
+#include <weightwire/wire/vllm_update_fields.hpp>
 
 /// @file
 /// What vLLM's `nccl` backend is told, in every era: the forms of `init_info` and the update bodies
@@ -93,13 +91,6 @@ namespace detail {
 inline void write_packing(json_writer& out, const nccl_packing& packing) {
     out.key("packed_buffer_size_bytes").integer(packing.buffer_bytes);
     out.key("packed_num_buffers").integer(packing.buffers);
-}
-
-/// The members that may be absent: null is vLLM's other spelling of it.
-[[nodiscard]] inline std::optional<json_value> find_present(const json_value& object,
-                                                            std::string_view name) {
-    auto member = object.find(name);
-    return member && !member->is_null() ? member : std::nullopt;
 }
 
 [[nodiscard]] inline std::optional<nccl_packing> read_packing(const json_value& info) {
@@ -196,22 +187,10 @@ inline void read_meeting(const json_value& info, vllm_nccl_init& init) {
 [[nodiscard]] inline std::string encode_nccl_update(const manifest& parameters,
                                                     std::span<const std::size_t> order,
                                                     bool zero_dim_as_one = false) {
-    std::vector<param_meta> sent;
-    sent.reserve(order.size());
-    for (const auto i : order) {
-        sent.push_back(parameters[i]);
-        auto& extents = sent.back().shape;
-        extents = zero_dim_as_one && extents.empty() ? shape{1} : extents;
-        if (traits_of(sent.back().dtype).torch.empty()) {
-            throw data_error{"torch has no dtype " + std::string{to_string(sent.back().dtype)} +
-                                 ", so vLLM cannot take this tensor",
-                             {.phase = phase::plan, .tensor = sent.back().name}};
-        }
-    }
     std::string text;
     json_writer out{text};
     out.begin_object().key("update_info").begin_object();
-    write_parameter_lists(out, manifest{std::move(sent)}, "dtype_names");
+    detail::write_sent_parameters(out, parameters, order, zero_dim_as_one);
     out.end_object().end_object();
     return text;
 }
@@ -236,63 +215,6 @@ inline void read_meeting(const json_value& info, vllm_nccl_init& init) {
     return {std::move(at_init), std::move(by_update)};
 }
 
-namespace detail {
-
-/// The value of an update's field as `Value`; nothing for null.
-template <class Value>
-[[nodiscard]] std::optional<Value> extra_as(std::string_view name, const wire_value& value,
-                                            std::string_view words) {
-    if (std::holds_alternative<std::monostate>(value)) {
-        return std::nullopt;
-    }
-    if (const auto* held = std::get_if<Value>(&value)) {
-        return *held;
-    }
-    throw protocol_error{
-        "Invalid update_info for nccl: '" + std::string{name} + "' has to be " + std::string{words},
-        {.phase = phase::update}};
-}
-
-[[nodiscard]] inline std::optional<std::uint64_t> natural_extra(std::string_view name,
-                                                                const wire_value& value) {
-    const auto number = extra_as<std::int64_t>(name, value, "an integer above 0");
-    if (number && *number < 0) {
-        throw protocol_error{
-            "Invalid update_info for nccl: '" + std::string{name} + "' is negative",
-            {.phase = phase::update}};
-    }
-    return number ? std::optional{static_cast<std::uint64_t>(*number)} : std::nullopt;
-}
-
-/// Fields of 0.16 to 0.24 that choose what this backend is not. @returns whether `name` is one.
-inline bool refuse_other_kinds(std::string_view name, const wire_value& value) {
-    const auto refuse = [&](std::string_view text) {
-        throw unsupported_error{std::string{text}, {.phase = phase::update}};
-    };
-    if (name == "is_checkpoint_format") {
-        if (!extra_as<bool>(name, value, "true or false").value_or(true)) {
-            refuse("is_checkpoint_format false: this worker takes checkpoint names and shapes");
-        }
-        return true;
-    }
-    if (name == "update_kind") {
-        if (extra_as<std::string>(name, value, "a string").value_or("dense") != "dense") {
-            refuse("this update is sparse; this worker takes dense ones over nccl");
-        }
-        return true;
-    }
-    if (name == "num_updates_list") {
-        const auto counts = extra_as<std::vector<std::int64_t>>(name, value, "a list of integers");
-        if (counts && !counts->empty()) {
-            refuse("this update counts sparse entries; this worker takes dense ones over nccl");
-        }
-        return true;
-    }
-    return false;
-}
-
-}  // namespace detail
-
 /// How one update call of a vLLM trainer is packed: as said at init, or by the call itself.
 /// @param extras the call's fields beside names, dtype names and shapes.
 /// @throws protocol_error a field that is unknown, of another type or out of bounds, or packing in
@@ -301,32 +223,28 @@ inline bool refuse_other_kinds(std::string_view name, const wire_value& value) {
 [[nodiscard]] inline nccl_packing packing_of_update(
     const std::optional<nccl_packing>& at_init,
     std::span<const std::pair<std::string, wire_value>> extras) {
+    constexpr detail::update_fields fields{"nccl"};
     nccl_packing result = at_init.value_or(nccl_packing{});
     for (const auto& [name, value] : extras) {
         const bool packing =
             name == "packed" || name == "packed_buffer_size_bytes" || name == "packed_num_buffers";
-        if (!packing && detail::refuse_other_kinds(name, value)) {
+        if (!packing && fields.is_of_dense_update(name, value)) {
             continue;
         }
-        const bool null = std::holds_alternative<std::monostate>(value);
-        if (!packing || (at_init && !null)) {
-            throw protocol_error{
-                "Invalid update_info for nccl: got an unexpected keyword argument " +
-                    detail::quoted_for_message(name) +
-                    (packing ? "; init_info has said how tensors are packed" : ""),
-                {.phase = phase::update}};
+        if (!packing || (at_init && !std::holds_alternative<std::monostate>(value))) {
+            fields.fail_unexpected(name,
+                                   packing ? "; init_info has said how tensors are packed" : "");
         }
         if (name == "packed") {
-            const auto packed = detail::extra_as<bool>(name, value, "true or false");
-            result.packed = packed.value_or(result.packed);
+            const auto* packed = fields.find_as<bool>(name, value, "true or false");
+            result.packed = packed != nullptr ? *packed : result.packed;
         } else {
             auto& member = name == "packed_num_buffers" ? result.buffers : result.buffer_bytes;
-            member = detail::natural_extra(name, value).value_or(member);
+            member = fields.natural(name, value).value_or(member);
         }
     }
     if (const auto fault = fault_of(result); !fault.empty()) {
-        throw protocol_error{"Invalid update_info for nccl: " + std::string{fault},
-                             {.phase = phase::update}};
+        fields.fail(fault);
     }
     return result;
 }

@@ -157,9 +157,14 @@ auto as_request_error(int status, std::string_view prefix, phase where, Read&& r
     vllm_update update{.parameters =
                            read_parameter_lists(info, "dtype_names", dtype_spelling::torch)};
     info.each_member([&](std::string_view key, const json_value& value) {
-        if (key != "names" && key != "dtype_names" && key != "shapes") {
-            update.extras.emplace_back(std::string{key}, read_extra(value));
+        if (key == "names" || key == "dtype_names" || key == "shapes") {
+            return;
         }
+        if (key == "ipc_handles" &&
+            (value.kind() == json_kind::array || value.kind() == json_kind::object)) {
+            value.fail("native handles do not travel over HTTP, send `ipc_handles_pickled`");
+        }
+        update.extras.emplace_back(std::string{key}, read_extra(value));
     });
     return update;
 }

@@ -10,6 +10,7 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/wire/json_reader.hpp>
 #include <weightwire/wire/json_writer.hpp>
+#include <weightwire/wire/packing.hpp>
 
 /// @file
 /// What a trainer says to choose `ipc`: weights through memory that both processes map.
@@ -44,13 +45,18 @@ struct wire_parameters {
     std::uint64_t packed_num_buffers = 0;        ///< 0 unless packed
     std::uint64_t staging_bytes = 0;             ///< 0 where packed
 
+    /// Those that other backends have too.
+    [[nodiscard]] wire::packing_parameters packing() const noexcept {
+        return {.packed = packed,
+                .packed_buffer_size_bytes = packed_buffer_size_bytes,
+                .packed_num_buffers = packed_num_buffers};
+    }
     friend bool operator==(const wire_parameters&, const wire_parameters&) = default;
 };
 
-/// Bounds of `wire_parameters`, the same for a user's values and a peer's.
+/// Bounds of `staging_bytes`, the same for a user's value and a peer's.
 inline constexpr std::uint64_t least_staging_bytes = 4096;
-inline constexpr std::uint64_t most_ring_bytes = std::uint64_t{1} << 42U;
-inline constexpr std::uint64_t most_packed_buffers = 1024;
+inline constexpr std::uint64_t most_staging_bytes = std::uint64_t{1} << 42U;
 
 /// Chooses `ipc`. Sizes are in bytes.
 struct trainer_init_info {
@@ -92,19 +98,12 @@ struct trainer_init_info {
 
 /// What is wrong with `parameters`, in words; empty when nothing is.
 [[nodiscard]] inline std::string_view fault_of(const wire_parameters& parameters) noexcept {
-    if (!parameters.packed) {
-        const auto bytes = parameters.staging_bytes;
-        return bytes < least_staging_bytes || bytes > most_ring_bytes
-                   ? "staging_bytes has to be from 4096 to 2^42"
-                   : std::string_view{};
+    if (parameters.packed) {
+        return wire::fault_of_buffers(parameters.packing());
     }
-    const auto bytes = parameters.packed_buffer_size_bytes;
-    const auto count = parameters.packed_num_buffers;
-    if (count < 1 || count > most_packed_buffers) {
-        return "packed_num_buffers has to be from 1 to 1024";
-    }
-    return bytes < 1 || bytes > most_ring_bytes / count
-               ? "packed_buffer_size_bytes times packed_num_buffers has to be from 1 to 2^42"
+    const auto bytes = parameters.staging_bytes;
+    return bytes < least_staging_bytes || bytes > most_staging_bytes
+               ? "staging_bytes has to be from 4096 to 2^42"
                : std::string_view{};
 }
 
@@ -112,12 +111,11 @@ struct trainer_init_info {
 [[nodiscard]] inline std::string encode(const wire_parameters& parameters) {
     std::string text;
     wire::json_writer out{text};
-    out.begin_object().key("packed").boolean(parameters.packed);
+    out.begin_object();
     if (parameters.packed) {
-        out.key("packed_buffer_size_bytes").integer(parameters.packed_buffer_size_bytes);
-        out.key("packed_num_buffers").integer(parameters.packed_num_buffers);
+        wire::write_packing(out, parameters.packing());
     } else {
-        out.key("staging_bytes").integer(parameters.staging_bytes);
+        out.key("packed").boolean(false).key("staging_bytes").integer(parameters.staging_bytes);
     }
     out.end_object();
     return text;
@@ -129,15 +127,14 @@ struct trainer_init_info {
     const wire::json_document document{text, "ipc wire parameters", phase::init};
     const auto root = document.root();
     root.require_object();
-    wire_parameters result{.packed = root.at("packed").boolean()};
-    if (result.packed) {
-        root.allow_only({"packed", "packed_buffer_size_bytes", "packed_num_buffers"});
-        result.packed_buffer_size_bytes = root.at("packed_buffer_size_bytes").natural();
-        result.packed_num_buffers = root.at("packed_num_buffers").natural();
-    } else {
-        root.allow_only({"packed", "staging_bytes"});
-        result.staging_bytes = root.at("staging_bytes").natural();
+    if (root.at("packed").boolean()) {
+        const auto packing = wire::read_packing(root);
+        return {.packed = true,
+                .packed_buffer_size_bytes = packing.packed_buffer_size_bytes,
+                .packed_num_buffers = packing.packed_num_buffers};
     }
+    root.allow_only({"packed", "staging_bytes"});
+    const wire_parameters result{.staging_bytes = root.at("staging_bytes").natural()};
     if (const auto fault = fault_of(result); !fault.empty()) {
         root.fail(fault);
     }

@@ -10,6 +10,7 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/wire/json_reader.hpp>
 #include <weightwire/wire/json_writer.hpp>
+#include <weightwire/wire/packing.hpp>
 #include <weightwire/wire/vllm_nccl.hpp>
 
 /// @file
@@ -31,14 +32,9 @@ enum class rendezvous : std::uint8_t {
     store,      ///< from a store of this process, as every vLLM can
 };
 
-/// The part of the init info that travels, since both sides cut tensors by it.
-struct wire_parameters {
-    bool packed = false;
-    std::uint64_t packed_buffer_size_bytes = 0;  ///< 0 unless packed
-    std::uint64_t packed_num_buffers = 0;        ///< 0 unless packed
-
-    friend bool operator==(const wire_parameters&, const wire_parameters&) = default;
-};
+/// The part of the init info that travels, since both sides cut tensors by it. Unpacked the sizes
+/// are 0.
+using wire_parameters = wire::packing_parameters;
 
 /// Chooses `nccl`. Sizes are in bytes.
 struct trainer_init_info {
@@ -86,13 +82,6 @@ struct trainer_init_info {
     [[nodiscard]] std::string init_message() const;
 };
 
-/// What is wrong with `parameters`, in words; empty when nothing is.
-[[nodiscard]] inline std::string_view fault_of(const wire_parameters& parameters) noexcept {
-    return wire::fault_of(wire::nccl_packing{.packed = parameters.packed,
-                                             .buffer_bytes = parameters.packed_buffer_size_bytes,
-                                             .buffers = parameters.packed_num_buffers});
-}
-
 /// What is wrong with a user's values, in words; empty when nothing is.
 [[nodiscard]] inline std::string_view fault_of(const trainer_init_info& info) noexcept {
     if (info.rank < 0) {
@@ -111,7 +100,7 @@ struct trainer_init_info {
         return "master_address has to be the address or name, of at most 253 bytes, at which "
                "workers reach this machine";
     }
-    return wire::fault_of(info.packing());
+    return info.packed ? wire::fault_of_buffers(info.wire()) : std::string_view{};
 }
 
 /// Whether `host` names the machine itself: an address or name that others cannot use.
@@ -140,10 +129,11 @@ struct trainer_init_info {
 [[nodiscard]] inline std::string encode(const wire_parameters& parameters) {
     std::string text;
     wire::json_writer out{text};
-    out.begin_object().key("packed").boolean(parameters.packed);
+    out.begin_object();
     if (parameters.packed) {
-        out.key("packed_buffer_size_bytes").integer(parameters.packed_buffer_size_bytes);
-        out.key("packed_num_buffers").integer(parameters.packed_num_buffers);
+        wire::write_packing(out, parameters);
+    } else {
+        out.key("packed").boolean(false);
     }
     out.end_object();
     return text;
@@ -155,18 +145,11 @@ struct trainer_init_info {
     const wire::json_document document{text, "nccl wire parameters", phase::init};
     const auto root = document.root();
     root.require_object();
-    wire_parameters result{.packed = root.at("packed").boolean()};
-    if (result.packed) {
-        root.allow_only({"packed", "packed_buffer_size_bytes", "packed_num_buffers"});
-        result.packed_buffer_size_bytes = root.at("packed_buffer_size_bytes").natural();
-        result.packed_num_buffers = root.at("packed_num_buffers").natural();
-    } else {
-        root.allow_only({"packed"});
+    if (root.at("packed").boolean()) {
+        return wire::read_packing(root);
     }
-    if (const auto fault = fault_of(result); !fault.empty()) {
-        root.fail(fault);
-    }
-    return result;
+    root.allow_only({"packed"});
+    return {};
 }
 
 inline std::string trainer_init_info::init_message() const { return encode(wire()); }
