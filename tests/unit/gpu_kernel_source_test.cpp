@@ -9,6 +9,9 @@
 #include <string>
 #include <vector>
 
+#include <weightwire/core/dtype.hpp>
+#include <weightwire/gpu/kernels/convert_source.hpp>
+#include <weightwire/gpu/kernels/convert_tiles.hpp>
 #include <weightwire/gpu/kernels/copy_source.hpp>
 #include <weightwire/gpu/kernels/copy_tiles.hpp>
 #include <weightwire/gpu/kernels/digest_source.hpp>
@@ -83,6 +86,41 @@ TEST_CASE("every kernel compiles to machine code for its architectures, without 
         if (architecture >= 90) {
             CHECK(is_machine_code(nvrtc->compile(gpu::copy_bulk_source(), architecture)));
         }
+    }
+}
+
+TEST_CASE("the conversion kernel compiles for every pair of types and form, without a GPU") {
+    const auto nvrtc = compiler("conversions compile");
+    if (!nvrtc) {
+        return;
+    }
+    using weightwire::dtype;
+    std::vector<gpu::convert_pair> pairs;
+    for (const dtype type : {dtype::u8, dtype::u16, dtype::u32, dtype::u64}) {
+        pairs.push_back({type, type});
+    }
+    for (const dtype from : {dtype::f64, dtype::f32, dtype::f16, dtype::bf16}) {
+        for (const dtype to : {dtype::f64, dtype::f32, dtype::f16, dtype::bf16}) {
+            if (from != to) {
+                pairs.push_back({from, to});
+            }
+        }
+    }
+    for (const gpu::convert_pair& pair : pairs) {
+        CAPTURE(weightwire::to_string(pair.from));
+        CAPTURE(weightwire::to_string(pair.to));
+        CHECK(is_machine_code(nvrtc->compile(convert_source(pair, gpu::convert_form::rows), 90)));
+    }
+    const gpu::convert_pair wide{dtype::f64, dtype::f16};
+    for (const auto form : {gpu::convert_form::rows, gpu::convert_form::transposed,
+                            gpu::convert_form::strided, gpu::convert_form::bytewise}) {
+        CAPTURE(static_cast<int>(form));
+        for (const int architecture : {80, 90, 100}) {
+            CHECK(is_machine_code(
+                nvrtc->compile(convert_source({dtype::f32, dtype::bf16}, form), architecture)));
+        }
+        CHECK(is_machine_code(nvrtc->compile(convert_source(wide, form), 80)));
+        CHECK(is_machine_code(nvrtc->compile(convert_source(pairs.front(), form), 90)));
     }
 }
 
