@@ -33,6 +33,11 @@
 /// - `Sender::drop_peer`, `restore_peer` (concepts/transport.hpp): a failed peer does not stop the
 ///   others, and may return.
 /// - `Sender::digests()` (concepts/transport.hpp): workers compare before they commit.
+/// - `Sender::stage` (concepts/transport.hpp): what must be ready before a part's control call.
+/// - `Sender::export_memory`, `shared_plan`, `adopt_plan` (concepts/transport.hpp): every trainer
+///   rank serves, not rank 0 alone.
+/// - `Sink::converts_dtypes()` (concepts/weight_sink.hpp): destinations may have another dtype than
+///   the trainer's. Default: no.
 /// - `Half::description()` (concepts/transport.hpp): one line for the `chosen` event.
 /// - `Client::request` (concepts/sync_client.hpp): probing, world size, pause and resume.
 /// - Models of `TrainerGroup`, `EventSink`, `HttpClient` (concepts/): how ranks agree, who is told,

@@ -44,6 +44,9 @@ struct sender {
 #else
     void close(deadline) {}
 #endif
+#ifdef EXPECT_FAIL_14  // expect: Transport: a sender with export_memory needs stage(std::uint64_t round, std::size_t part, tensor_stream&, deadline, std::stop_token), shared_plan() const and adopt_plan(std::string_view) too
+    std::string export_memory(const sender_context&) { return {}; }  // and nothing to share
+#endif
 };
 
 struct receiver {

@@ -8,16 +8,20 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <ranges>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include <weightwire/engine/fan_out_sync_client.hpp>
+#include <weightwire/testing/conformance/transport.hpp>
+#include <weightwire/testing/fault_transport.hpp>
 #include <weightwire/testing/gate.hpp>
 #include <weightwire/testing/loopback_transport.hpp>
 #include <weightwire/weightwire.hpp>
 
 #include "../support/small_model.hpp"
+#include "../support/staged_transport.hpp"
 
 namespace {
 
@@ -28,12 +32,13 @@ using testing::loopback_init_info;
 using tests::small_weights;
 
 /// A worker in this process and a client that speaks to it.
+template <class Tag = loopback>
 struct local_worker {
     explicit local_worker(int parameters = 4, int elements = 100,
-                          parameter_table_options options = {})
-        : table{tests::small_model(parameters, elements), std::move(options)} {}
+                          parameter_table_options options = {}, Tag tag = {})
+        : table{tests::small_model(parameters, elements), std::move(options)}, engine{tag, table} {}
     parameter_table table;
-    worker_engine<loopback, parameter_table> engine{loopback{}, table};
+    worker_engine<Tag, parameter_table> engine;
     worker_service<decltype(engine)> service{engine};
     local_sync_client<decltype(service)> client{service};
 
@@ -136,7 +141,7 @@ static_assert(explain_transport<slow_loopback>() && explain_transport<late_loopb
 
 TEST_CASE(
     "a round makes the new version visible, and counts versions from what the worker reports") {
-    local_worker worker;
+    local_worker<> worker;
     small_weights weights{4, 100};
     {
         auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
@@ -184,7 +189,7 @@ TEST_CASE("several parts a round, several ranks behind a server, several servers
 }
 
 TEST_CASE("a version may not go back, unless it is forced") {
-    local_worker worker;
+    local_worker<> worker;
     small_weights weights{4, 100};
     auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
     engine.send_weights({.version = 10});
@@ -198,7 +203,7 @@ TEST_CASE("a version may not go back, unless it is forced") {
 TEST_CASE(
     "a source that differs from its metadata is named before anything is committed, and the next "
     "round works") {
-    local_worker worker;
+    local_worker<> worker;
     small_weights weights{4, 100};
     twisted_source source{weights, weights.weights()};
     auto engine = trainer_init(loopback_init_info{}, worker.client, source);
@@ -233,7 +238,7 @@ TEST_CASE("what a source throws comes out of send_weights as it was") {
                    });
         }
     };
-    local_worker worker;
+    local_worker<> worker;
     small_weights weights{4, 100};
     failing source{weights};
     auto engine = trainer_init(loopback_init_info{}, worker.client, source);
@@ -247,7 +252,7 @@ TEST_CASE("what a source throws comes out of send_weights as it was") {
 TEST_CASE("a data move that hangs ends at the deadline, and the old version stays") {
     for (const bool in_sender : {true, false}) {
         CAPTURE(in_sender);
-        local_worker worker;
+        local_worker<> worker;
         small_weights weights{4, 100};
         testing::gate gate;
         auto engine =
@@ -329,7 +334,7 @@ TEST_CASE("every rank's report says what rank 0's does of each peer") {
 }
 
 TEST_CASE("a stop ends the round at once, and the old version stays") {
-    local_worker worker;
+    local_worker<> worker;
     small_weights weights{4, 100};
     testing::gate gate;
     auto engine =
@@ -351,7 +356,7 @@ TEST_CASE("a stop ends the round at once, and the old version stays") {
 }
 
 TEST_CASE("a snapshot that is held too long is named to the trainer") {
-    local_worker worker;
+    local_worker<> worker;
     small_weights weights{4, 100};
     auto engine = trainer_init(loopback_init_info{}, worker.client, weights);
     engine.send_weights();
@@ -367,7 +372,7 @@ TEST_CASE("a snapshot that is held too long is named to the trainer") {
 }
 
 TEST_CASE("an update that the worker refuses stops the data move at once") {
-    local_worker worker{4, 100};
+    local_worker<> worker{4, 100};
     small_weights weights{4, 100};
     testing::gate gate;
     auto engine =
@@ -389,7 +394,7 @@ TEST_CASE("an update that the worker refuses stops the data move at once") {
 }
 
 TEST_CASE("trainer and worker must list the same parameters") {
-    local_worker worker{4, 100};
+    local_worker<> worker{4, 100};
     SUBCASE("another shape") {
         small_weights weights{4, 101};
         try {
@@ -421,7 +426,7 @@ TEST_CASE("trainer and worker must list the same parameters") {
 TEST_CASE(
     "events tell the choices, the phases and the commits; without a sink there is nothing to "
     "call") {
-    local_worker worker;
+    local_worker<> worker;
     small_weights weights{4, 100};
     recorder events;
     auto engine =
@@ -438,7 +443,7 @@ TEST_CASE(
 }
 
 TEST_CASE("what cannot work is refused at init") {
-    local_worker worker;
+    local_worker<> worker;
     small_weights weights{4, 100};
     CHECK_THROWS_AS((void)trainer_init(loopback_init_info{.rank = 1}, worker.client, weights),
                     usage_error);
@@ -447,4 +452,220 @@ TEST_CASE("what cannot work is refused at init") {
         mismatch_error);
     const small_weights nothing{0, 0};
     CHECK_THROWS_AS((void)trainer_init(loopback_init_info{}, worker.client, nothing), data_error);
+}
+
+namespace {
+
+/// What a trainer of one rank and its worker note, and how the sender goes wrong.
+template <class Info>
+struct staged_pair {
+    using tag = typename Info::backend;
+    explicit staged_pair(std::size_t parts, bool ahead = false) {
+        info.parts = parts;
+        info.ahead = ahead;
+        info.script = &script;
+    }
+    tests::journal log;
+    tests::stage_script script{.log = &log};
+    local_worker<tag> worker{4, 100, {}, tag{&log}};
+    Info info;
+};
+
+/// Yields each tensor after `pause`.
+struct slow_source {
+    small_weights& inner;
+    std::chrono::milliseconds pause;
+    const auto& metadata() const { return inner.metadata(); }
+    auto weights() const {
+        return inner.weights() | std::views::transform([this](const named_tensor& each) {
+                   std::this_thread::sleep_for(pause);
+                   return each;
+               });
+    }
+};
+
+}  // namespace
+
+TEST_CASE("what the engine's tests of staging run on is a transport") {
+    for (const bool ahead : {false, true}) {
+        const auto report = testing::check_transport<tests::staged>({.parts = 3, .ahead = ahead});
+        CHECK_MESSAGE(report.passed(), report.text());
+    }
+    tests::dropping_staged_init_info info;
+    info.parts = 2;
+    for (const bool whole_first : {false, true}) {
+        info.whole_first = whole_first;
+        const auto report = testing::check_transport<tests::dropping_staged>(info);
+        CHECK_MESSAGE(report.passed(), report.text());
+    }
+}
+
+TEST_CASE("a part is staged before its call is made, and sent beside it") {
+    for (const bool ahead : {false, true}) {
+        CAPTURE(ahead);
+        staged_pair<tests::staged_init_info> pair{2, ahead};
+        small_weights weights{4, 100};
+        auto engine = trainer_init(pair.info, pair.worker.client, weights);
+        for (weight_version version = 1; version <= 2; ++version) {
+            pair.log.clear();
+            weights.set(version);
+            CHECK(engine.send_weights().all_committed());
+            pair.worker.check_serves(weights, version);
+            CHECK(pair.log.place("0: staged 0") < pair.log.place("worker: receive 0"));
+            CHECK(pair.log.place("0: staged 0") < pair.log.place("0: send 0"));
+            CHECK(pair.log.place("worker: received 0") < pair.log.place("0: stage 1"));
+            CHECK(pair.log.place("0: send 0") < pair.log.place("0: stage 1"));
+            CHECK(pair.log.place("0: staged 1") < pair.log.place("worker: receive 1"));
+            // Ahead: read beside the call before it, and not again.
+            CHECK(pair.log.count("0: read 1") == 1);
+            CHECK((pair.log.place("0: read 1") < pair.log.place("0: stage 1")) == ahead);
+            CHECK(pair.log.count("0: export") == 0);
+        }
+        engine.close(deadline::after(1s));
+        CHECK(pair.log.count("0: close") == 1);
+    }
+}
+
+TEST_CASE_TEMPLATE("a stage that fails ends the round before the call, and the next round works",
+                   Info, tests::staged_init_info, tests::dropping_staged_init_info) {
+    staged_pair<Info> pair{2, true};
+    small_weights weights{4, 100};
+    auto engine = trainer_init(pair.info, pair.worker.client, weights);
+    weights.set(1);
+    CHECK(engine.send_weights().all_committed());
+    for (const int part : {0, 1}) {
+        CAPTURE(part);
+        const auto served = pair.worker.table.version();
+        pair.log.clear();
+        pair.script.fails_in = part;
+        weights.set(50);
+        CHECK_THROWS_AS(engine.send_weights({.version = served + 1}), resource_error);
+        pair.script.fails_in = -1;
+        // The second part fails where it is read: beside the first one's call.
+        CHECK(pair.log.count("worker: receive 0") <= static_cast<std::size_t>(part));
+        CHECK(pair.log.count("worker: receive 1") == 0);
+        CHECK(pair.worker.table.version() == served);
+        CHECK(engine.last_report().peers.at(0).error.text.find("this rank stages nothing") == 0);
+        weights.set(served + 1);
+        CHECK(engine.send_weights({.version = served + 1}).all_committed());
+        pair.worker.check_serves(weights, served + 1);
+    }
+}
+
+TEST_CASE("what a source throws while a part is staged comes out as it was, and no call is made") {
+    struct failing {
+        small_weights& inner;
+        bool fail = false;
+        const auto& metadata() const { return inner.metadata(); }
+        auto weights() {
+            return inner.weights() | std::views::transform([this](const named_tensor& each) {
+                       if (fail) {
+                           throw std::out_of_range{"no such shard"};
+                       }
+                       return each;
+                   });
+        }
+    };
+    staged_pair<tests::staged_init_info> pair{2};
+    small_weights weights{4, 100};
+    failing source{weights};
+    auto engine = trainer_init(pair.info, pair.worker.client, source);
+    source.fail = true;
+    CHECK_THROWS_AS(engine.send_weights(), std::out_of_range);
+    CHECK(pair.log.count("worker: receive 0") == 0);
+    source.fail = false;
+    CHECK(engine.send_weights().all_committed());
+}
+
+TEST_CASE_TEMPLATE("a stage that hangs ends at the deadline or the stop, and blames no worker",
+                   Info, tests::staged_init_info, tests::dropping_staged_init_info) {
+    staged_pair<Info> pair{2};
+    small_weights weights{4, 100};
+    auto engine = trainer_init(pair.info, pair.worker.client, weights);
+    testing::gate gate;
+    pair.script.gate = gate.name();
+    std::stop_source stop;
+    bool stopped = false;
+    std::jthread stopper;
+    SUBCASE("deadline") {}
+    SUBCASE("stop") {
+        stopped = true;
+        stopper = std::jthread{[&] {
+            gate.wait_until_blocked(deadline::after(20s));
+            stop.request_stop();
+        }};
+    }
+    const auto begin = deadline::clock::now();
+    try {
+        (void)engine.send_weights(
+            {.deadline = deadline::after(stopped ? 30s : 1s), .stop = stop.get_token()});
+        FAIL("the sender was held");
+    } catch (const error& caught) {
+        CHECK(caught.kind() == (stopped ? "cancelled" : "timeout"));
+        CHECK(caught.context().phase == phase::update);
+        CHECK(caught.context().peer.empty());
+    }
+    CHECK(deadline::clock::now() - begin < 15s);
+    CHECK(pair.log.count("worker: receive 0") == 0);
+    CHECK(pair.worker.table.version() == 0);
+    gate.release();
+    CHECK(engine.send_weights().all_committed());
+}
+
+TEST_CASE(
+    "what a source takes while a part is staged counts to the update, and is not blamed on a "
+    "worker") {
+    staged_pair<tests::staged_init_info> pair{1};
+    small_weights weights{4, 100};
+    slow_source source{weights, 20ms};
+    auto engine = trainer_init(pair.info, pair.worker.client, source);
+    CHECK(engine.send_weights().update.seconds >= 0.08);
+    // The sender asks for the time before a tensor, and the last one takes what is left.
+    source.pause = 300ms;
+    pair.log.clear();
+    try {
+        (void)engine.send_weights({.deadline = deadline::after(1300ms)});
+        FAIL("there was no time left");
+    } catch (const timeout_error& caught) {
+        CHECK(caught.context().operation == "stage");
+        CHECK(caught.context().peer.empty());
+    }
+    CHECK(pair.log.count("worker: receive 0") == 0);
+    CHECK(pair.worker.table.version() == 1);
+}
+
+TEST_CASE("a source that yields more than its metadata names is found after the last staged part") {
+    staged_pair<tests::staged_init_info> pair{2};
+    small_weights weights{4, 100};
+    twisted_source source{weights, weights.weights()};
+    auto engine = trainer_init(pair.info, pair.worker.client, source);
+    source.yielded.push_back(source.yielded.back());
+    CHECK_THROWS_AS(engine.send_weights(), data_error);
+    CHECK(pair.worker.table.version() == 0);
+    CHECK(pair.log.count("worker: received 1") == 1);
+}
+
+TEST_CASE("faults can be planned for a sender that stages") {
+    using faulty = testing::fault<tests::staged>;
+    static_assert(HasRankExports<backend_traits<faulty>::sender>);
+    static_assert(!HasStage<backend_traits<testing::fault<loopback>>::sender>);
+    local_worker<faulty> worker{4, 100, {.mode = commit_mode::flip}};
+    small_weights weights{4, 100};
+    auto engine =
+        trainer_init(testing::with_faults(tests::staged_init_info{.parts = 2, .ahead = true},
+                                          {{.kind = testing::fault_kind::flip_sent_byte,
+                                            .tensor = weights.metadata()[3].name,
+                                            .byte = 17,
+                                            .round = 2}}),
+                     worker.client, weights);
+    for (weight_version version = 1; version <= 3; ++version) {
+        weights.set(version);
+        CHECK(engine.send_weights().all_committed());
+        const auto served = worker.table.acquire();
+        for (std::size_t i = 0; i < 4; ++i) {
+            CAPTURE(i);
+            const bool same = digest_text(digest(served.tensor(i).bytes())) == weights.digest_of(i);
+            CHECK(same == (version != 2 || i != 3));
+        }
+    }
 }

@@ -511,4 +511,58 @@ static_assert(!Transport<transport_mutants::no_receiver>);
 static_assert(!HasDropPeer<good_sender> && !HasDigests<good_sender> &&
               !HasDescription<good_sender>);
 
+// What a sender may add, and each of it almost.
+struct staging_sender : good_sender {
+    using good_sender::good_sender;
+    void stage(std::uint64_t, std::size_t, tensor_stream&, deadline, std::stop_token) {}
+};
+struct stages_for_ever : good_sender {
+    using good_sender::good_sender;
+    void stage(std::uint64_t, std::size_t, tensor_stream&) {}
+};
+struct stages_without_tensors : good_sender {
+    using good_sender::good_sender;
+    void stage(std::uint64_t, std::size_t, deadline, std::stop_token) {}
+};
+struct exporting_sender : staging_sender {
+    using staging_sender::staging_sender;
+    std::string export_memory(const sender_context&) { return {}; }
+    std::string shared_plan() const { return {}; }
+    void adopt_plan(std::string_view) {}
+};
+struct exports_nothing : exporting_sender {
+    using exporting_sender::exporting_sender;
+    void export_memory(const sender_context&) {}
+};
+struct no_shared_plan : exporting_sender {
+    using exporting_sender::exporting_sender;
+    void shared_plan() const = delete;
+};
+struct plans_anew : exporting_sender {
+    using exporting_sender::exporting_sender;
+    std::string shared_plan() { return {}; }
+};
+struct no_adopt_plan : exporting_sender {
+    using exporting_sender::exporting_sender;
+    void adopt_plan() = delete;
+};
+struct exports_without_staging : exporting_sender {
+    using exporting_sender::exporting_sender;
+    void stage() = delete;
+};
+static_assert(Transport<tag<staging_sender>> && HasStage<staging_sender> &&
+              !HasRankExports<staging_sender>);
+static_assert(Transport<tag<exporting_sender>> && HasStage<exporting_sender> &&
+              HasRankExports<exporting_sender>);
+static_assert(!HasStage<good_sender> && !HasExportMemory<good_sender> &&
+              !HasSharedPlan<good_sender> && !HasRankExports<good_sender>);
+static_assert(!HasStage<stages_for_ever>);
+static_assert(!HasStage<stages_without_tensors>);
+static_assert(!HasExportMemory<exports_nothing> && !HasRankExports<exports_nothing>);
+static_assert(!HasSharedPlan<no_shared_plan> && !HasRankExports<no_shared_plan>);
+static_assert(!HasSharedPlan<plans_anew> && !HasRankExports<plans_anew>);
+static_assert(!HasSharedPlan<no_adopt_plan> && !HasRankExports<no_adopt_plan>);
+static_assert(!HasStage<exports_without_staging> && HasSharedPlan<exports_without_staging> &&
+              !HasRankExports<exports_without_staging>);
+
 }  // namespace

@@ -25,8 +25,9 @@
 /// the concept checks that specialisation. There is no registry.
 ///
 /// A round, on the trainer: for every part, the control call that announces it and `sender.send`
-/// run side by side, and whichever fails first stops the other. On the worker: `receiver.receive`
-/// runs inside that control call and returns when the part's bytes are in place.
+/// run side by side, and whichever fails first stops the other; `sender.stage`, where there is one,
+/// comes before both. On the worker: `receiver.receive` runs inside that control call and returns
+/// when the part's bytes are in place.
 ///
 /// Semantics:
 /// - Every member that takes a deadline gives up at it with `timeout_error`, and at the stop with
@@ -54,6 +55,7 @@ struct backend_traits {};
 struct transport_capabilities {
     bool host_memory = false;    ///< reads and writes host memory
     bool device_memory = false;  ///< reads and writes device memory
+    bool converts = false;       ///< writes destinations of another dtype than the parameter's
     bool one_sided = false;      ///< the worker reads without the trainer's help
     bool drops_peers =
         false;  ///< `sender.drop_peer(i)`: one peer's failure need not stop the others
@@ -83,6 +85,7 @@ struct peer_info {
     /// Whether it has the start and finish calls. False: vLLM 0.16 to 0.20, where each update call
     /// is a session of its own, so a round must be one part.
     bool session_routes = true;
+    std::string version{};  ///< of the server, as `GET /version` says; empty: it does not
 };
 
 /// What a sender learns before it prepares. Views live as long as the sender.
@@ -93,6 +96,9 @@ struct sender_context {
     tensor_lifetime lifetime = tensor_lifetime::until_next;
     /// For a source whose addresses are stable: its tensors in manifest order. Else empty.
     std::span<const tensor_view> stable_tensors{};
+    /// What `export_memory` gave on each trainer rank, for rank 0's `prepare` (`HasRankExports`).
+    /// Empty where the trainer has one rank: then `send` may read ahead.
+    std::span<const std::string> exports{};
 };
 
 /// One way to tell a vLLM server of the transfer: its releases differ in the fields that they know.
@@ -121,6 +127,11 @@ struct update_part {
     /// JSON bodies of the call towards vLLM, serialized once for all peers and rounds, for the
     /// forms of the init call to choose from; empty where vLLM is not spoken.
     std::vector<std::string> vllm_bodies{};
+    /// Tensors of the round's stream that are read when the part is staged (`HasStage`), where
+    /// these are more than those up to the part's last: a plan that takes a stable source's tensors
+    /// in another order walks it whole with the first part. Looked at where every trainer rank
+    /// serves.
+    std::size_t read_until = 0;
 };
 
 /// What a receiver learns when it is made.
@@ -269,6 +280,47 @@ concept HasDigests = requires(const Sender& sender) {
     { sender.digests() } -> std::convertible_to<std::span<const std::uint64_t>>;
 };
 
+/// Optional: `stage(round, part, stream, deadline, stop)`: what must be done before the part's
+/// control call is made, as the workers read without asking. It reads from the stream what is not
+/// read yet of the part's tensors. `send` of the part then reads none of them; it may read the next
+/// part's ahead, which `stage` of that part does not read again. A new round begins with part 0 and
+/// a fresh stream, whatever was read ahead in one that failed.
+///
+/// It has the update's deadline and the round's stop. When it throws, the call is not made and the
+/// round has failed.
+template <class Sender>
+concept HasStage = requires(Sender& sender, std::uint64_t round, std::size_t part,
+                            tensor_stream& stream, deadline until, std::stop_token stop) {
+    sender.stage(round, part, stream, until, stop);
+};
+
+/// `export_memory(context)`: text that says how the workers open this rank's memory.
+template <class Sender>
+concept HasExportMemory = requires(Sender& sender, const sender_context& context) {
+    { sender.export_memory(context) } -> std::convertible_to<std::string>;
+};
+/// `shared_plan()` and `adopt_plan(text)`: what the ranks must have alike.
+template <class Sender>
+concept HasSharedPlan = requires(Sender& sender, const Sender& planned, std::string_view plan) {
+    { planned.shared_plan() } -> std::convertible_to<std::string>;
+    sender.adopt_plan(plan);
+};
+/// Optional: every rank of a trainer serves its own memory, as a worker may reach only that of its
+/// own GPU. Without it, and on a trainer of one rank, rank 0 alone sends and none of the members
+/// below is called. With several ranks, each has a sender:
+/// - `export_memory` comes first, on every rank. Its context has no peers and a world size of 1.
+/// - Rank 0's `prepare` finds all ranks' texts in `sender_context::exports`. When the transfer is
+///   opened anew it comes again, with the same texts, to the same sender, which was not closed:
+///   what was exported stays where it is.
+/// - After it `shared_plan` is asked on rank 0, and `adopt_plan` given to the others: their
+///   `parts()` are then the same. Also each time that rank 0 has prepared anew.
+/// - In a round every rank stages a part from its own stream: all that is left of the part, as the
+///   sources advance in step. When all have, rank 0 alone makes the call and sends, which reads
+///   nothing ahead. No rank stages the next part before that has ended.
+/// - `close` ends it on every rank; `open`, `send` and `digests` are rank 0's alone.
+template <class Sender>
+concept HasRankExports = HasStage<Sender> && HasExportMemory<Sender> && HasSharedPlan<Sender>;
+
 /// Optional: `description()`: one line that says what was chosen and why, known after `prepare`.
 template <class Half>
 concept HasDescription = requires(const Half& half) {
@@ -300,6 +352,11 @@ consteval bool explain_transport() {
                       "Transport: the sender needs send(std::uint64_t round, std::size_t part, "
                       "tensor_stream&, deadline, std::stop_token)");
         static_assert(HasSenderClose<Tag>, "Transport: the sender needs close(deadline)");
+        using sender = typename backend_traits<Tag>::sender;
+        static_assert(HasRankExports<sender> || !HasExportMemory<sender>,
+                      "Transport: a sender with export_memory needs stage(std::uint64_t round, "
+                      "std::size_t part, tensor_stream&, deadline, std::stop_token), shared_plan() "
+                      "const and adopt_plan(std::string_view) too");
     }
     static_assert(HasReceiver<Tag>,
                   "Transport: add a member type receiver, constructible from receiver_context");

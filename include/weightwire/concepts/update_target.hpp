@@ -36,15 +36,16 @@ public:
     /// of its bytes.
     [[nodiscard]] bool bounced() const noexcept { return bounced_; }
 
-    /// Where the bytes of parameter `i` go. A view without data: not wanted (frozen, or an alias of
+    /// Where the elements of parameter `i` go: of its shape, and of its dtype unless the backend's
+    /// capabilities say that it converts. A view without data: not wanted (frozen, or an alias of
     /// another parameter), skip it, but report it.
     /// @throws what the sink throws.
     [[nodiscard]] mutable_tensor_view open(std::size_t i, deadline until) {
         return open_(state_, session_index(i), until);
     }
 
-    /// Bytes `[offset, offset + count)` of parameter `i`, in C order, are in place (or were
-    /// skipped).
+    /// Bytes `[offset, offset + count)` of parameter `i`, in C order and as the trainer has them,
+    /// are in place (or were skipped). Where elements were converted, these are the source's bytes.
     /// @throws coverage_error twice, past a gap or past the end; names the tensor.
     void wrote(std::size_t i, std::uint64_t offset, std::uint64_t count, deadline until) {
         wrote_(state_, session_index(i), offset, count, until);

@@ -79,8 +79,10 @@ struct destination {
         alias,   ///< shares the storage of manifest parameter `alias_of`, which is written instead
     };
     kind_type kind = kind_type::place;
-    mutable_tensor_view where{};  ///< dtype and shape as in the manifest, any strides
-    std::size_t alias_of = 0;     ///< manifest position of the owner
+    /// Shape as in the manifest, any strides. The manifest's dtype, or one that it converts to
+    /// (`can_convert`): a backend that does not convert is then refused, naming both.
+    mutable_tensor_view where{};
+    std::size_t alias_of = 0;  ///< manifest position of the owner
 };
 
 /// `begin(session, manifest, deadline)`: a destination for every manifest parameter.
@@ -166,6 +168,14 @@ concept HasExchange =
 template <class S>
 concept HasCommitEstimate = requires(const S& sink) {
     { sink.commit_estimate() } -> std::convertible_to<std::chrono::nanoseconds>;
+};
+
+/// Optional: `converts_dtypes()`, whether destinations may have another dtype than the manifest's
+/// parameter. Where it is true a worker lets such a trainer in at its init already, though
+/// `parameters()` has other dtypes.
+template <class S>
+concept HasDtypeConversion = requires(const std::remove_reference_t<S>& sink) {
+    { sink.converts_dtypes() } -> std::convertible_to<bool>;
 };
 
 /// Optional: how commits work, for reports.

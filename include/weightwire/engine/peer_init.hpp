@@ -255,6 +255,7 @@ private:
             peers_[i].info.world_size = profile.world_size;
             peers_[i].version = version_number(profile.weight_version);
             peers_[i].info.session_routes = profile.has_session_routes;
+            peers_[i].info.version = profile.version_text;
             if (!offers_backend(profile)) {
                 first_foreign_ = native_ ? peers_[i].info.name : first_foreign_;
                 native_ = false;

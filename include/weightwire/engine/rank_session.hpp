@@ -14,11 +14,13 @@
 
 #include <weightwire/concepts/update_target.hpp>
 #include <weightwire/concepts/weight_sink.hpp>
+#include <weightwire/core/convert.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/digest.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/core/tensor.hpp>
+#include <weightwire/engine/conversion_rule.hpp>
 #include <weightwire/engine/tensor_digest.hpp>
 #include <weightwire/plan/coverage.hpp>
 #include <weightwire/plan/groups.hpp>
@@ -64,11 +66,14 @@ public:
     /// For `update_target`: destinations exist only around their writes.
     static constexpr bool bounced = HasBouncedDestinations<Sink>;
 
-    explicit rank_session(Sink& sink) noexcept : sink_{&sink} {}
+    /// @param rule for destinations of another dtype than their parameter's.
+    explicit rank_session(Sink& sink, conversion_rule rule = {}) noexcept
+        : sink_{&sink}, rule_{rule} {}
 
     /// Asks the sink for its destinations.
     /// @param list lives until the session ends.
     /// @throws what the sink throws; usage_error the sink broke its contract.
+    /// @throws mismatch_error a destination of another dtype, which the backend cannot write.
     void begin(const session_info& info, const session_list& list, deadline until,
                const std::stop_token& stop) {
         list_ = &list;
@@ -78,6 +83,7 @@ public:
         } else {
             destinations_ = sink_->begin(info, list.parameters(), until);
         }
+        converted_ = 0;
         check_destinations();
         coverage_ = coverage{list.parameters()};
         missing_ = list.with_bytes();
@@ -91,12 +97,17 @@ public:
     /// @copydoc update_target::open
     /// Nothing for what is frozen or an alias: receivers skip those bytes, and coverage still sees
     /// that they came.
+    /// @throws mismatch_error as `begin`, where the sink shows its destinations only here.
     [[nodiscard]] mutable_tensor_view open(std::size_t i, deadline until) {
         if (destinations_[i].kind != destination::kind_type::place) {
             return {};
         }
         if constexpr (HasBouncedDestinations<Sink>) {
-            return opened_[i] = sink_->open_destination(i, until);
+            const bool first = opened_[i].data() == nullptr;
+            opened_[i] = sink_->open_destination(i, until);
+            check_dtype(i, opened_[i].type(), phase::update);
+            converted_ += first && converted(i) ? 1U : 0U;
+            return opened_[i];
         } else {
             return destinations_[i].where;
         }
@@ -114,7 +125,9 @@ public:
         }
         if constexpr (HasBouncedDestinations<Sink>) {
             if (placed) {
-                digests_[i] = digest_opened(i, until);  // the buffer is gone after this
+                if (!converted(i)) {
+                    digests_[i] = digest_opened(i, until);  // the buffer is gone after this
+                }
                 sink_->placed(i, until);
             }
         }
@@ -125,7 +138,8 @@ public:
     }
 
     /// Everything that can fail before a commit: coverage, digests, the sink's own preparation.
-    /// @param digests one a parameter, or empty.
+    /// @param digests one a parameter, or empty. Those of parameters that were converted are not
+    /// compared: the sender has digested other bytes.
     /// @throws coverage_error, integrity_error naming the tensor; what the sink throws.
     /// @throws timeout_error, cancelled_error between pieces of the digests too: those of a large
     /// model take seconds, which nobody may wait for any more.
@@ -187,6 +201,9 @@ public:
 
     /// Bytes placed so far: those of frozen parameters and aliases are not.
     [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
+    /// Parameters of the session that are written in another dtype than they are sent in. Where
+    /// destinations are bounced: of those that have been opened.
+    [[nodiscard]] std::size_t converted() const noexcept { return converted_; }
     [[nodiscard]] Sink& sink() const noexcept { return *sink_; }
 
 private:
@@ -222,7 +239,7 @@ private:
 
     /// A sink is the user's code: what it promises is checked once a session, not trusted, because
     /// a receiver writes to these addresses without looking again.
-    void check_destinations() const {
+    void check_destinations() {
         const auto& parameters = list_->parameters();
         if (destinations_.size() != parameters.size()) {
             throw usage_error{"the sink gave " + std::to_string(destinations_.size()) +
@@ -235,16 +252,36 @@ private:
             const bool alias = where.kind == destination::kind_type::alias;
             bool fits = !alias || where.alias_of < destinations_.size();
             if (where.kind == destination::kind_type::place && !HasBouncedDestinations<Sink>) {
-                fits = where.where.type() == parameters[i].dtype &&
-                       where.where.extents() == parameters[i].shape &&
+                fits = where.where.extents() == parameters[i].shape &&
                        (where.where.data() != nullptr || parameters[i].byte_size() == 0);
             }
             if (!fits) {
                 throw usage_error{
-                    "the sink's destination has no address, another dtype or shape, or an alias "
-                    "that is not in the list",
+                    "the sink's destination has no address, another shape, or an alias that is "
+                    "not in the list",
                     {.phase = phase::start, .tensor = parameters[i].name}};
             }
+            if (where.kind == destination::kind_type::place && !HasBouncedDestinations<Sink>) {
+                check_dtype(i, where.where.type(), phase::start);
+                converted_ += converted(i) ? 1U : 0U;
+            }
+        }
+    }
+
+    /// @throws mismatch_error the elements of parameter `i` cannot be written as `held`.
+    void check_dtype(std::size_t i, dtype held, phase where) const {
+        const auto& sent = list_->parameters()[i];
+        if (held != sent.dtype) {
+            rule_.require(sent, held, where);
+        }
+    }
+    /// Whether parameter `i`, which is placed, is written in another dtype than it is sent in.
+    [[nodiscard]] bool converted(std::size_t i) const noexcept {
+        const auto sent = list_->parameters()[i].dtype;
+        if constexpr (HasBouncedDestinations<Sink>) {
+            return opened_[i].data() != nullptr && opened_[i].type() != sent;
+        } else {
+            return destinations_[i].where.type() != sent;
         }
     }
 
@@ -288,7 +325,8 @@ private:
         const bool compared = kind != destination::kind_type::frozen &&
                               list_->parameters()[i].byte_size() != 0 &&
                               destinations_[at].kind == destination::kind_type::place &&
-                              coverage_.whole(i) && coverage_.whole(at);
+                              coverage_.whole(i) && coverage_.whole(at) && !converted(at) &&
+                              list_->parameters()[i].dtype == list_->parameters()[at].dtype;
         return compared ? at : manifest::npos;
     }
     void require_digest(std::size_t i, std::uint64_t found, std::uint64_t expected) const {
@@ -343,11 +381,13 @@ private:
     }
 
     Sink* sink_;
+    conversion_rule rule_;
     const session_list* list_ = nullptr;
     std::span<const destination> destinations_;
     coverage coverage_;
     std::vector<std::size_t> missing_;  ///< parameters with bytes that are not whole, by group
     std::uint64_t bytes_ = 0;
+    std::size_t converted_ = 0;
     bool open_ = false;
     // Only where destinations exist around their writes.
     std::vector<mutable_tensor_view> opened_;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <stop_token>
@@ -48,17 +49,30 @@ protected:
           init_{client, peers_, options, info_.init_message()},
           pause_{client, peers_, events, options} {}
 
+    /// Makes the sender, ahead of the opening, as the other ranks make theirs.
+    /// @returns what this rank exports.
+    [[nodiscard]] std::string make_exporting_sender(const sender_context& context)
+        requires HasRankExports<sender_type>
+    {
+        sender_.emplace(std::as_const(info_));
+        return sender_->export_memory(context);
+    }
+
     /// Views live as long as this.
+    /// @param exports by trainer rank, where this one's is among them; else empty.
     void open_first(const manifest& parameters, tensor_lifetime lifetime,
-                    std::span<const tensor_view> stable, deadline until) {
+                    std::span<const tensor_view> stable, std::span<const std::string> exports,
+                    deadline until) {
         parameters_ = &parameters;
         lifetime_ = lifetime;
         stable_ = stable;
+        exports_ = exports;
         stop_ = options_.stop;
         open_all(until);
     }
 
-    /// The group anew, with a sender of its own: what is left of the old one is let go of first.
+    /// The group anew, with a sender of its own: what is left of the old one is let go of first. A
+    /// sender that has exported memory beside other ranks stays: theirs fit it.
     void reopen(deadline until) {
         for (auto& peer : peers_) {
             if (peer.taken_over) {
@@ -66,11 +80,13 @@ protected:
             }
         }
         note("the group lost a member: it is opened anew with every peer");
-        try {
-            sender_->close(until.capped(options_.rejoin_budget));
-        } catch (const error& caught) {
-            tell(events_,
-                 {.kind = event_kind::warning, .phase = phase::init, .text = caught.what()});
+        if (exports_.empty()) {
+            try {
+                sender_->close(until.capped(options_.rejoin_budget));
+            } catch (const error& caught) {
+                tell(events_,
+                     {.kind = event_kind::warning, .phase = phase::init, .text = caught.what()});
+            }
         }
         try {
             open_all(until);
@@ -134,6 +150,8 @@ protected:
     std::optional<sender_type> sender_;
     std::stop_token stop_;
     side_thread side_;
+    std::string plan_;         ///< for the other ranks, where they serve too
+    std::uint64_t plans_ = 0;  ///< times that it was made
 
 private:
     /// Finds the peers, makes a sender and opens it together with all of them.
@@ -142,16 +160,25 @@ private:
         note(init_.native() ? "native wire: every peer offers it for this backend"
                             : "vLLM wire: a peer does not offer the native one");
         note(pause_.choose(init_.native()));
-        sender_.emplace(std::as_const(info_));
+        if (exports_.empty()) {
+            sender_.emplace(std::as_const(info_));
+        }
         auto inits = sender_->prepare({.parameters = *parameters_,
                                        .peers = peers_.infos(),
                                        .world_size = init_.world_size(),
                                        .lifetime = lifetime_,
-                                       .stable_tensors = stable_});
+                                       .stable_tensors = stable_,
+                                       .exports = exports_});
         if (inits.size() != peers_.size()) {
             throw usage_error{"the sender prepared " + std::to_string(inits.size()) +
                                   " init messages for " + std::to_string(peers_.size()) + " peers",
                               {.phase = phase::init, .backend = std::string{traits::wire_name}}};
+        }
+        if constexpr (HasRankExports<sender_type>) {
+            if (!exports_.empty()) {
+                plan_ = sender_->shared_plan();
+                ++plans_;
+            }
         }
         // `prepare` takes no deadline; what it took is not blamed on the peers.
         if (until.expired()) {
@@ -198,6 +225,7 @@ private:
 
     const manifest* parameters_ = nullptr;
     std::span<const tensor_view> stable_;
+    std::span<const std::string> exports_;
     tensor_lifetime lifetime_ = tensor_lifetime::until_next;
 };
 

@@ -19,6 +19,7 @@
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/concepts/weight_source.hpp>
 #include <weightwire/engine/rank_agreement.hpp>
+#include <weightwire/engine/serving_rank.hpp>
 #include <weightwire/engine/sync_report.hpp>
 #include <weightwire/engine/trainer_options.hpp>
 #include <weightwire/engine/trainer_session.hpp>
@@ -35,7 +36,8 @@ namespace weightwire {
 /// what it owns. All members are collective among the ranks of `Group`: every rank calls them in
 /// the same order, and every rank's call ends with the same report or the same error. Only rank 0
 /// speaks to the client and sends; the other ranks advance their sources in lockstep, since
-/// materializing a tensor is usually a collective.
+/// materializing a tensor is usually a collective. Of a backend whose ranks all serve
+/// (`HasRankExports`) each rank has a sender, and a round goes through all of them part by part.
 ///
 /// Not thread-safe, not movable. The destructor releases everything without waiting for a peer;
 /// `close` is orderly.
@@ -46,6 +48,8 @@ template <class Tag, class Source, class Client, class Group = single_rank,
 class trainer_engine {
     using source_type = std::remove_reference_t<Source>;
     using session_type = detail::trainer_session<Tag, Client, std::remove_reference_t<Events>>;
+    static constexpr bool ranks_serve = HasRankExports<typename backend_traits<Tag>::sender> &&
+                                        !std::is_same_v<std::remove_cvref_t<Group>, single_rank>;
 
 public:
     using init_info = typename backend_traits<Tag>::init_info;
@@ -75,14 +79,28 @@ public:
             }
         });
         require_equal(group_, parameters_.hash(), "list of parameters", until);
+        if constexpr (ranks_serve) {
+            if (group_.size() > 1) {
+                gather_exports(info, until);
+            }
+        }
         together(phase::init, until, [&] {
-            collect_stable();
+            if (exports_.empty()) {
+                collect_stable();
+            }
             if (group_.rank() == 0) {
-                session_.emplace(std::move(info), client_, events_, options_);
-                session_->open(parameters_, lifetime_of<Source>(), stable_, until);
+                if (!session_) {
+                    session_.emplace(std::move(info), client_, events_, options_);
+                }
+                session_->open(parameters_, lifetime_of<Source>(), stable_, exports_, until);
                 next_version_ = session_->next_version();
             }
         });
+        if constexpr (ranks_serve) {
+            if (group_.size() > 1) {
+                share_plan(until);
+            }
+        }
     }
     trainer_engine(const trainer_engine&) = delete;
     trainer_engine& operator=(const trainer_engine&) = delete;
@@ -113,7 +131,7 @@ public:
         });
         run_phase(phase::update, report_.update, until, [&] {
             report_.update.bytes = parameters_.total_bytes();
-            move(until);
+            move(options, until);
         });
         run_phase(phase::finish, report_.finish, until, [&] {
             if (session_) {
@@ -148,6 +166,9 @@ public:
                 session_->close(until);
                 session_.reset();
             }
+            if constexpr (ranks_serve) {
+                rank_.close(until);
+            }
         });
     }
 
@@ -171,6 +192,32 @@ private:
         }
     }
 
+    /// Makes every rank's sender; rank 0 is to know what each exports before it speaks to a peer.
+    void gather_exports(const init_info& info, deadline until) {
+        std::string mine;
+        together(phase::init, until, [&] {
+            collect_stable();
+            const sender_context context{.parameters = parameters_,
+                                         .peers = {},
+                                         .lifetime = lifetime_of<Source>(),
+                                         .stable_tensors = stable_};
+            if (group_.rank() == 0) {
+                session_.emplace(info, client_, events_, options_);
+                mine = session_->make_exporting_sender(context);
+            } else {
+                mine = rank_.make_exporting_sender(info, context);
+            }
+        });
+        exports_ = group_.all_gather(mine, after_peers(until));
+    }
+    void share_plan(deadline until) {
+        const auto told = rank_.tell_plan(group_, session(), after_peers(until));
+        together(phase::init, until, [&] { rank_.adopt_plan(told); });
+        rank_.plan_is_adopted(session());
+    }
+    /// Rank 0's; null elsewhere.
+    [[nodiscard]] session_type* session() noexcept { return session_ ? &*session_ : nullptr; }
+
     /// Lost peers first: one that comes back may be ahead of our counter.
     void start(const send_options& options, deadline until) {
         session_->rejoin(before_update(until), options.stop);
@@ -184,7 +231,18 @@ private:
 
     /// The data move: the sender reads the source; the other ranks advance theirs. A failed rank
     /// still advances its source to the end, because the others may be in a collective with it.
-    void move(deadline until) {
+    void move(const send_options& options, deadline until) {
+        if constexpr (ranks_serve) {
+            if (group_.size() > 1) {
+                rank_.move(group_, session(), source_,
+                           {.parameters = parameters_,
+                            .number = round_,
+                            .update_until = before_finish(until),
+                            .agree_until = after_peers(until),
+                            .stop = options.stop});
+                return;
+            }
+        }
         round_of<source_type> round{source_, parameters_};
         auto stream = round.stream();
         try {
@@ -312,7 +370,11 @@ private:
     trainer_options options_;
     manifest parameters_;
     std::vector<tensor_view> stable_;
+    std::vector<std::string> exports_;  ///< by rank, where several serve
     std::optional<session_type> session_;
+    [[no_unique_address]] std::conditional_t<ranks_serve, detail::serving_rank<Tag>,
+                                             detail::no_serving_rank>
+        rank_;
     sync_report report_{};
     std::uint64_t round_ = 0;
     deadline::clock::time_point round_began_ = deadline::clock::now();

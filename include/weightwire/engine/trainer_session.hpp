@@ -26,6 +26,7 @@
 #include <weightwire/engine/peer_table.hpp>
 #include <weightwire/engine/reply_checks.hpp>
 #include <weightwire/engine/session_opening.hpp>
+#include <weightwire/engine/stage_part.hpp>
 #include <weightwire/engine/tell.hpp>
 #include <weightwire/engine/trainer_options.hpp>
 #include <weightwire/wire/native.hpp>
@@ -64,8 +65,14 @@ public:
     /// Probes the peers, agrees with them on the plan and opens the transport.
     /// @throws error the first peer's failure: at init every peer must take part.
     void open(const manifest& parameters, tensor_lifetime lifetime,
-              std::span<const tensor_view> stable, deadline until) {
-        this->open_first(parameters, lifetime, stable, until);
+              std::span<const tensor_view> stable, std::span<const std::string> exports,
+              deadline until) {
+        this->open_first(parameters, lifetime, stable, exports, until);
+    }
+    using base::make_exporting_sender;
+    /// For the other ranks, and how many times it was made.
+    [[nodiscard]] std::pair<std::string_view, std::uint64_t> plan() const noexcept {
+        return {this->plan_, this->plans_};
     }
 
     /// One above the highest version that the peers have reported.
@@ -154,20 +161,44 @@ public:
         require_whole();
     }
 
-    /// Moves every part: the control call and the data side by side; the first to fail stops the
-    /// other. Of a backend that cannot do without a peer, peers that had everything when another
-    /// failed go on to commit.
+    /// Moves every part: what the sender stages, then the control call and the data side by side;
+    /// the first to fail stops the other. Of a backend that cannot do without a peer, peers that
+    /// had everything when another failed go on to commit.
     /// @throws error the source failed, or no live peer is left.
     void update(tensor_stream& stream, deadline until) {
-        const auto parts = std::span<const update_part>{sender_->parts()};
-        for (std::size_t part = 0; part < parts.size(); ++part) {
-            require_whole();
-            update_part_of(parts[part], part, stream, until);
+        for (std::size_t part = 0; part < parts().size(); ++part) {
+            stage(part, stream, until);
+            call(part, stream, until);
         }
+        end_update(stream);
+    }
+    /// The steps of `update`, for ranks that take them together.
+    [[nodiscard]] std::span<const update_part> parts() const { return sender_->parts(); }
+    void stage(std::size_t part, tensor_stream& stream, deadline until) {
+        require_whole();
+        stage_part<traits>(*sender_, round_, part, stream, until, stop_);
+    }
+    void end_update(tensor_stream& stream) {
         require_bytes(stream.manifest().total_bytes());
-        if (stream.next() != nullptr) {
-            throw usage_error{"the sender's parts end before the source does",
-                              {.phase = phase::update, .backend = std::string{traits::wire_name}}};
+        require_end(stream, traits::wire_name);
+    }
+    /// Moves one part and reads what the peers say of it.
+    void call(std::size_t part, tensor_stream& stream, deadline until) {
+        const auto halves = run_halves(update_message_of(part, until), part, stream, until);
+        const auto& data = halves.data;
+        take_update(halves.replies, stream.manifest().total_bytes());
+        if (data && !is_echo(data)) {
+            std::rethrow_exception(data.thrown);
+        }
+        if (data.what.kind == "timeout") {
+            // Both gave up, for themselves or by each other: the sender may know who was missing.
+            peers_.blame_time("; the sender says: " + data.what.text);
+        }
+        if (data.late && data.what.kind == "cancelled") {
+            peers_.blame_time({});
+        }
+        if (data || !halves.stopped_by_us) {
+            require_live();
         }
     }
 
@@ -274,27 +305,6 @@ private:
         }
     }
 
-    /// Moves one part and reads what the peers say of it.
-    void update_part_of(const update_part& part, std::size_t index, tensor_stream& stream,
-                        deadline until) {
-        const auto halves = run_halves(update_message_of(part, index, until), index, stream, until);
-        const auto& data = halves.data;
-        take_update(halves.replies, stream.manifest().total_bytes());
-        if (data && !is_echo(data)) {
-            std::rethrow_exception(data.thrown);
-        }
-        if (data.what.kind == "timeout") {
-            // Both gave up, for themselves or by each other: the sender may know who was missing.
-            peers_.blame_time("; the sender says: " + data.what.text);
-        }
-        if (data.late && data.what.kind == "cancelled") {
-            peers_.blame_time({});
-        }
-        if (data || !halves.stopped_by_us) {
-            require_live();
-        }
-    }
-
     /// What the two halves of an update came to.
     struct update_halves {
         std::vector<peer_reply> replies{};
@@ -365,17 +375,19 @@ private:
                                          (!drops_peers || peers_.live_count() == 0);
     }
 
-    /// Stops waiting for peers that the sender has left behind, once another has answered.
+    /// Stops waiting for peers that the sender has left behind, once another has answered. Not
+    /// where the data does not pass through the sender: its end says nothing of theirs.
     [[nodiscard]] bool hurry(std::stop_source& stop_calls) noexcept {
-        const bool possible = drops_peers && init_.native() && answered_ != 0;
+        const bool possible =
+            drops_peers && !traits::capabilities.one_sided && init_.native() && answered_ != 0;
         if (possible) {
             stop_calls.request_stop();
         }
         return possible;
     }
 
-    [[nodiscard]] control_message update_message_of(const update_part& part, std::size_t index,
-                                                    deadline until) {
+    [[nodiscard]] control_message update_message_of(std::size_t index, deadline until) {
+        const update_part& part = parts()[index];
         control_message message;
         if (init_.native()) {
             for (auto& peer : peers_) {

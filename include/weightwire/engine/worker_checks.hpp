@@ -12,9 +12,12 @@
 #include <utility>
 
 #include <weightwire/concepts/transport.hpp>
+#include <weightwire/concepts/weight_sink.hpp>
+#include <weightwire/core/convert.hpp>
 #include <weightwire/core/digest.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
+#include <weightwire/engine/conversion_rule.hpp>
 #include <weightwire/engine/session.hpp>
 #include <weightwire/engine/worker_ranks.hpp>
 #include <weightwire/wire/json_reader.hpp>
@@ -77,22 +80,34 @@ void check_native_init(const wire::native_init& message, std::size_t ranks) {
     }
 }
 
+/// Whether the sink takes what is sent as `from` into what it holds as `to`, another dtype.
+template <class Sink>
+[[nodiscard]] bool takes_converted(const Sink& sink, dtype from, dtype to) {
+    if constexpr (HasDtypeConversion<Sink>) {
+        return sink.converts_dtypes() && can_convert(from, to);
+    } else {
+        return false;
+    }
+}
+
 /// What a trainer says at init that it will send is compared with what the ranks say they hold, so
 /// that a wrong model is refused while nothing has been touched. What is missing is not seen here:
 /// whether a session is partial is said at its start.
 /// @throws coverage_error a name that a rank does not have, or another dtype or shape; names the
 /// tensor, and what was expected and found.
+/// @throws mismatch_error a dtype that the sink would have converted, and the backend does not.
 template <class Tag, class Sink>
 void check_native_parameters(const manifest& theirs, const worker_ranks<Tag, Sink>& ranks) {
     if constexpr (HasParameters<Sink>) {
         for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
             const manifest& ours = ranks.sink(rank).parameters();
+            const int named_rank = ranks.size() == 1 ? -1 : static_cast<int>(rank);
             const auto refuse = [&](const param_meta& theirs_here, const std::string& text) {
                 throw coverage_error{text + "; trainer and worker must hold the same model",
                                      {.phase = phase::init,
                                       .tensor = theirs_here.name,
                                       .backend = std::string{backend_traits<Tag>::wire_name},
-                                      .rank = ranks.size() == 1 ? -1 : static_cast<int>(rank)}};
+                                      .rank = named_rank}};
             };
             for (const auto& found : theirs.parameters()) {
                 const auto at = ours.find(found.name);
@@ -102,10 +117,15 @@ void check_native_parameters(const manifest& theirs, const worker_ranks<Tag, Sin
                                       "have");
                 }
                 const auto& held = ours[at];
-                if (held.dtype != found.dtype || held.shape != found.shape) {
+                const bool converted = held.dtype != found.dtype &&
+                                       takes_converted(ranks.sink(rank), found.dtype, held.dtype);
+                if (held.shape != found.shape || (held.dtype != found.dtype && !converted)) {
                     refuse(found, "expected " + std::string{to_string(held.dtype)} +
                                       to_string(held.shape) + ", found " +
                                       std::string{to_string(found.dtype)} + to_string(found.shape));
+                }
+                if (converted) {
+                    conversion_rule::of<Tag>().require(found, held.dtype, phase::init, named_rank);
                 }
             }
         }

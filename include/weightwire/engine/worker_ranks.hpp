@@ -22,6 +22,7 @@
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/call_gate.hpp>
+#include <weightwire/engine/conversion_rule.hpp>
 #include <weightwire/engine/rank_crew.hpp>
 #include <weightwire/engine/rank_devices.hpp>
 #include <weightwire/engine/rank_receivers.hpp>
@@ -144,6 +145,8 @@ public:
     /// side, so that the slowest reader is waited for once and not once a rank.
     /// @throws resource_error what a receiver had begun could not be ended: no memory of this
     /// process is safe from it.
+    /// @throws mismatch_error a sink holds a parameter in another dtype, and the backend does not
+    /// convert.
     void begin(const session_info& info, deadline until, turn& mine) {
         lost_ = lost_ || (receivers_ != nullptr && receivers_->lost());
         if (lost_) {
@@ -154,6 +157,16 @@ public:
         }
         on_all(mine,
                [&](std::size_t i) { ranks_[i].session.begin(info, list_, until, mine.stop()); });
+    }
+
+    /// Parameters that a rank of the open session writes in another dtype than they are sent in;
+    /// of the ranks, the most.
+    [[nodiscard]] std::size_t converted() const noexcept {
+        std::size_t most = 0;
+        for (const auto& rank : ranks_) {
+            most = std::max(most, rank.session.converted());
+        }
+        return most;
     }
 
     /// Receives one update call on every rank.
@@ -256,7 +269,7 @@ public:
 
 private:
     struct rank_state {
-        explicit rank_state(Sink& sink) noexcept : session{sink} {}
+        explicit rank_state(Sink& sink) noexcept : session{sink, conversion_rule::of<Tag>()} {}
         rank_session<Sink> session;
         std::vector<std::size_t> positions{};  ///< of a vLLM update's names in the session
         std::int64_t began_ns = 0;             ///< of this update's data move

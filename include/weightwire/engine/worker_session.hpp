@@ -131,6 +131,7 @@ public:
         try {
             open();
             told_tables_ = 0;
+            told_converted_ = 0;
             tell_choices(phase::init);
             step(phase::init, [](session& s) { return s.init_done(); });
         } catch (...) {
@@ -187,6 +188,7 @@ public:
             if (ranks_.table_bytes() != told_tables_) {
                 tell_choices(phase::update);
             }
+            tell_conversions();
             step(phase::update, [](session& s) { return s.update_done(); });
         } catch (...) {
             // First: a receiver may still refer to the destinations. And a transport whose peer was
@@ -317,6 +319,19 @@ private:
         }
         told_tables_ = ranks_.table_bytes();
     }
+    /// Tells what is converted, once an init: such parameters stand outside of verification.
+    void tell_conversions() {
+        const auto count = ranks_.converted();
+        if (count > told_converted_) {
+            told_converted_ = count;
+            tell({.kind = event_kind::chosen,
+                  .phase = phase::update,
+                  .text =
+                      std::to_string(count) + " of " + std::to_string(ranks_.parameters().size()) +
+                      " parameters are converted to the worker's dtypes; these are not compared "
+                      "with the trainer's digests"});
+        }
+    }
     void tell(const event& what) noexcept {
         if constexpr (!std::is_same_v<Events, no_events>) {
             options_.events.on(what);
@@ -361,7 +376,8 @@ private:
     std::mutex session_mutex_;  // of session_; never held while a rank works
     session session_;
     worker_ranks<Tag, Sink> ranks_;
-    std::uint64_t told_tables_ = 0;  ///< memory of the receivers that an event has told of
+    std::uint64_t told_tables_ = 0;   ///< memory of the receivers that an event has told of
+    std::size_t told_converted_ = 0;  ///< parameters whose conversion an event has told of
 };
 
 }  // namespace weightwire::detail

@@ -111,6 +111,8 @@ public:
     /// What the table holds, aliases included.
     [[nodiscard]] const manifest& parameters() const noexcept { return catalog_.parameters(); }
     [[nodiscard]] commit_mode mode() const noexcept { return budget_.mode; }
+    /// Whether sessions may bring other dtypes (`parameter_table_options::convert_dtypes`).
+    [[nodiscard]] bool converts_dtypes() const noexcept { return options_.convert_dtypes; }
     /// Where all its tensors are.
     [[nodiscard]] weightwire::device device() const noexcept { return memory_.where(); }
     /// The last version that was whole.
@@ -245,7 +247,7 @@ template <TableMemory Memory>
 basic_parameter_table<Memory>::basic_parameter_table(manifest parameters, Memory memory,
                                                      std::vector<user_parameter> user,
                                                      parameter_table_options options)
-    : catalog_{std::move(parameters), options.frozen, options.aliases},
+    : catalog_{std::move(parameters), options.frozen, options.aliases, options.convert_dtypes},
       options_{std::move(options)},
       memory_{std::move(memory)},
       core_{catalog_, catalog_.size()} {

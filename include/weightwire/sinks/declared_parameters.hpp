@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <weightwire/concepts/weight_sink.hpp>
+#include <weightwire/core/convert.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/plan/groups.hpp>
@@ -38,11 +39,13 @@ public:
     /// its owner.
     /// @param frozen names that updates never write.
     /// @param aliases {alias, owner}: tied weights, two names of one storage.
+    /// @param convert_dtypes a session's parameter may have another dtype that `can_convert`.
     /// @throws usage_error a frozen name or an owner that is not there, an alias of another shape
     /// or dtype, declared twice, frozen, or part of a ring; names it.
     declared_parameters(manifest parameters, std::span<const std::string> frozen,
-                        alias_list aliases)
+                        alias_list aliases, bool convert_dtypes = false)
         : parameters_{with_aliases(std::move(parameters), aliases)},
+          convert_dtypes_{convert_dtypes},
           owner_(parameters_.size()),
           frozen_(parameters_.size(), 0) {
         tie(aliases);
@@ -233,7 +236,9 @@ private:
             return false;
         }
         for (std::size_t i = 0; i < placements_.size(); ++i) {
-            if (session[i] != parameters_[positions_[i]]) {
+            const auto& held = parameters_[positions_[i]];
+            if (session[i].dtype != dtypes_[i] || session[i].shape != held.shape ||
+                session[i].name != held.name) {
                 return false;
             }
         }
@@ -242,6 +247,7 @@ private:
 
     std::vector<placement> place(const manifest& session) {
         positions_.resize(session.size());
+        dtypes_.resize(session.size());
         writer_.assign(size(), manifest::npos);
         for (std::size_t i = 0; i < session.size(); ++i) {
             const auto& found = session[i];
@@ -249,8 +255,13 @@ private:
             if (at == manifest::npos) {
                 throw_unknown(found.name, phase::start);
             }
-            require_match(at, found.dtype, found.shape, phase::start);
+            const auto& held = parameters_[at];
+            if (!convert_dtypes_ || !can_convert(found.dtype, held.dtype) ||
+                found.shape != held.shape) {
+                require_match(at, found.dtype, found.shape, phase::start);
+            }
             positions_[i] = at;
+            dtypes_[i] = found.dtype;
             // The owner's own name writes where it is sent, else the first of its aliases.
             auto& writer = writer_[owner_[at]];
             if (owner_[at] == at || writer == manifest::npos) {
@@ -305,6 +316,7 @@ private:
     }
 
     manifest parameters_;
+    bool convert_dtypes_;
     std::vector<std::size_t> owner_;
     std::vector<std::uint8_t> frozen_;
     std::vector<std::size_t> group_of_;
@@ -312,6 +324,7 @@ private:
     // The last session: kept, since rounds repeat.
     std::vector<placement> placements_;
     std::vector<std::size_t> positions_;  // of each session parameter in parameters_
+    std::vector<dtype> dtypes_;           // of each session parameter
     std::vector<std::size_t> writer_;     // session position that writes each owner
     bool partial_ = false;
 };

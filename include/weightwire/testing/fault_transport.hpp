@@ -217,14 +217,7 @@ public:
     fault_sender& operator=(const fault_sender&) = delete;
 
     [[nodiscard]] std::vector<transport_init> prepare(const sender_context& context) {
-        parameters_ = &context.parameters;
-        const bool flips = has(fault_kind::flip_sent_byte);
-        auto inits = sender_.prepare(
-            {.parameters = context.parameters,
-             .peers = context.peers,
-             .world_size = context.world_size,
-             .lifetime = flips ? tensor_lifetime::until_next : context.lifetime,
-             .stable_tensors = flips ? std::span<const tensor_view>{} : context.stable_tensors});
+        auto inits = sender_.prepare(inner_context(context));
         const auto theirs = encode_worker_faults(faults_);
         for (auto& init : inits) {
             for (auto& form : init.vllm) {
@@ -255,8 +248,37 @@ public:
         if (!has(fault_kind::flip_sent_byte)) {
             sender_.send(round, part, stream, until, stop);
         } else {
-            send_changed(round, part, stream, until, stop);
+            auto changed = changed_stream(round, part == 0 && !HasStage<inner_sender>, stream);
+            sender_.send(round, part, changed, until, stop);
         }
+    }
+
+    /// Faults in sending come in `send`; bytes are flipped wherever tensors are read.
+    void stage(std::uint64_t round, std::size_t part, tensor_stream& stream, deadline until,
+               std::stop_token stop)
+        requires HasStage<inner_sender>
+    {
+        if (!has(fault_kind::flip_sent_byte)) {
+            sender_.stage(round, part, stream, until, stop);
+        } else {
+            auto changed = changed_stream(round, part == 0, stream);
+            sender_.stage(round, part, changed, until, stop);
+        }
+    }
+    [[nodiscard]] std::string export_memory(const sender_context& context)
+        requires HasRankExports<inner_sender>
+    {
+        return sender_.export_memory(inner_context(context));
+    }
+    [[nodiscard]] std::string shared_plan() const
+        requires HasRankExports<inner_sender>
+    {
+        return sender_.shared_plan();
+    }
+    void adopt_plan(std::string_view plan)
+        requires HasRankExports<inner_sender>
+    {
+        sender_.adopt_plan(plan);
     }
 
     void close(deadline until) { sender_.close(until); }
@@ -303,16 +325,27 @@ private:
         return false;
     }
 
+    /// What the inner sender is told: where bytes are to be flipped, nothing of stable addresses.
+    [[nodiscard]] sender_context inner_context(const sender_context& context) {
+        parameters_ = &context.parameters;
+        const bool flips = has(fault_kind::flip_sent_byte);
+        return {.parameters = context.parameters,
+                .peers = context.peers,
+                .world_size = context.world_size,
+                .lifetime = flips ? tensor_lifetime::until_next : context.lifetime,
+                .stable_tensors = flips ? std::span<const tensor_view>{} : context.stable_tensors,
+                .exports = context.exports};
+    }
+
     /// One checked stream over the engine's lasts the whole round, as positions go on over parts.
-    void send_changed(std::uint64_t round, std::size_t part, tensor_stream& stream, deadline until,
-                      std::stop_token stop) {
+    [[nodiscard]] tensor_stream changed_stream(std::uint64_t round, bool begins,
+                                               tensor_stream& stream) {
         source_.read_from(stream);
-        if (part == 0) {
+        if (begins) {
             source_.begin_round(round);
             round_.emplace(source_, *parameters_);
         }
-        auto changed = round_->stream();
-        sender_.send(round, part, changed, until, stop);
+        return round_->stream();
     }
 
     std::vector<fault_point> faults_;

@@ -63,6 +63,9 @@ public:
             report.run("rounds move every byte, spoken as to vLLM",
                        [&] { return rounds(tensor_lifetime::until_next, true); });
         }
+        if constexpr (HasStage<typename traits::sender>) {
+            report.run("a stage that gives up says why", [&] { return given_up_stage(); });
+        }
         report.run("the sender keeps its deadline when no worker comes",
                    [&] { return absent_workers(); });
         report.run("the sender obeys its stop when no worker comes",
@@ -170,11 +173,48 @@ private:
             "send",
             [&] {
                 for (std::size_t part = 0; part < halves.sender().parts().size(); ++part) {
+                    halves.stage(1, part, stream, until, stop);
                     halves.sender().send(1, part, stream, until, stop);
                 }
             },
             sent);
-        return sent ? "every byte was sent although no worker was there to take it" : wrong;
+        // What is staged and then read without the sender's help waits for nobody.
+        constexpr bool alone = traits::capabilities.one_sided && HasStage<typename traits::sender>;
+        return sent && !alone ? "every byte was sent although no worker was there to take it"
+                              : wrong;
+    }
+
+    /// A stage that finds nothing to wait for may end in time all the same.
+    [[nodiscard]] std::string given_up_stage() const {
+        auto halves = make();
+        halves.open(in_time());
+        std::stop_source stopped;
+        stopped.request_stop();
+        for (const bool by_stop : {true, false}) {
+            rig_source<tensor_lifetime::until_next> source{halves.parameters(), halves.bytes()};
+            round_of walk{source, halves.parameters()};
+            auto stream = walk.stream();
+            bool returned = false;
+            const auto call = [&] {
+                halves.stage(by_stop ? 1 : 2, 0, stream, by_stop ? in_time() : deadline::at({}),
+                             by_stop ? stopped.get_token() : std::stop_token{});
+            };
+            const auto wrong = by_stop ? gives_up<cancelled_error>("stage", call, returned)
+                                       : gives_up<timeout_error>("stage", call, returned);
+            if (!wrong.empty()) {
+                return wrong;
+            }
+        }
+        if constexpr (HasDropPeer<typename traits::sender>) {
+            // Its sender stays; the workers come again by a new init.
+            for (auto& one : halves.workers()) {
+                one.receiver.release();
+            }
+            halves.open(in_time(), all(), false);
+            return halves.round(3, in_time());
+        } else {
+            return {};
+        }
     }
 
     [[nodiscard]] std::string absent_workers() const {

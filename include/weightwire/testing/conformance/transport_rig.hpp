@@ -1,6 +1,7 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -280,6 +281,24 @@ public:
     [[nodiscard]] const std::string& wire_parameters() const noexcept { return wire_parameters_; }
     [[nodiscard]] bool vllm() const noexcept { return vllm_; }
 
+    /// What comes before a part's `send`, where the sender stages.
+    /// @throws what the sender throws; usage_error it has left some of the part unread.
+    void stage([[maybe_unused]] std::uint64_t round, [[maybe_unused]] std::size_t part,
+               [[maybe_unused]] tensor_stream& stream, [[maybe_unused]] deadline until,
+               [[maybe_unused]] std::stop_token stop) {
+        if constexpr (HasStage<typename traits::sender>) {
+            const auto before = stream.position();
+            sender_.stage(round, part, stream, until, std::move(stop));
+            const auto& share = sender_.parts()[part];
+            const auto end = std::max({before, share.first + share.count, share.read_until});
+            if (stream.position() != end) {
+                throw usage_error{"stage of part " + std::to_string(part) + " ended at tensor " +
+                                  std::to_string(stream.position()) + ", its part ends at " +
+                                  std::to_string(end) + "; see update_part::read_until"};
+            }
+        }
+    }
+
     /// Opens one receiver, on this thread.
     void open_worker(worker& one, deadline until, std::stop_token stop = {}) {
         const auto& init = inits_[one.peer];
@@ -397,6 +416,8 @@ private:
         round_of walk{source, parameters_};
         auto stream = walk.stream();
         for (std::size_t part = 0; part < sender_.parts().size(); ++part) {
+            stop_ = std::stop_source{};
+            stage(round, part, stream, until, stop_.get_token());
             beside(
                 picked, [&](worker& one) { receive(one, round, part, until, stop_.get_token()); },
                 [&] { sender_.send(round, part, stream, until, stop_.get_token()); });
