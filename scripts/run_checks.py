@@ -4,6 +4,9 @@
 
 Counted are doctest's test cases and the PASS, FAIL and SKIP lines of the checking scripts. Every command has a time
 limit, so this always ends. Build folders are kept in build-test/ and used again.
+
+Tests mostly wait. So while those of one build run, one build's after the other, this compiles what comes next at a low
+priority, and what the network brings comes from the beginning. What is printed says to which build it belongs.
 """
 import argparse
 import concurrent.futures
@@ -25,6 +28,8 @@ SUMMARY = re.compile(r"\[doctest\] test cases:\s*(\d+)\s*\|\s*(\d+) passed\s*\|\
 LINE = re.compile(r"^(PASS|FAIL|SKIP) (.+)$")
 FUZZ_SECONDS = 10
 PARTS = {"unit_threads": 4, "fault": 4}  # suites that run in so many processes
+PROGRAMS = ["-Dexamples=enabled", "-Dbenchmarks=enabled"]
+NO_PROGRAMS = ["-Dexamples=disabled", "-Dbenchmarks=disabled"]
 # Suites that the thread sanitizer sees.
 THREADED = ("unit_threads", "integration", "fault")
 
@@ -64,11 +69,17 @@ began = time.monotonic()
 
 
 def heading(text):
-    print(f"== {text} ({time.monotonic() - began:.0f} s)", flush=True)
+    say(f"== {text} ({time.monotonic() - began:.0f} s)")
 
 
-def run(command, timeout, environment=None, cwd=ROOT):
-    """Exit status and output. The command has a session of its own, so that its children end with it."""
+# With a session of its own a command may be in a scheduling group of its own, where nice alone says nothing.
+AT_LOW_PRIORITY = ["sh", "-c", '{ echo 10 >/proc/self/autogroup; } 2>/dev/null; exec nice -n 10 "$@"', "sh"]
+
+
+def run(command, timeout, environment=None, cwd=ROOT, yielding=False):
+    """Exit status and output. The command has a session of its own, so that its children end with it. What is
+    `yielding` leaves the processors to tests that run meanwhile."""
+    command = [*(AT_LOW_PRIORITY if yielding else []), *command]
     process = subprocess.Popen([str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                                start_new_session=True, env={**os.environ, **(environment or {})})
@@ -92,15 +103,15 @@ def tail(text, lines=60):
     return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
-def check_script(name, command, timeout):
+def check_script(name, command, timeout, yielding=False):
     """A script that prints PASS, FAIL and SKIP lines."""
     heading(name)
-    status, output = run(command, timeout)
+    status, output = run(command, timeout, yielding=yielding)
     passed = failed = skipped = 0
     for line in output.splitlines():
         found = LINE.match(line)
         if not found:
-            print("     " + line)
+            say("     " + line)
         elif found.group(1) == "PASS":
             passed += 1
         elif found.group(1) == "SKIP":
@@ -112,21 +123,22 @@ def check_script(name, command, timeout):
             totals.failing(found.group(2).partition(": ")[0], found.group(2).partition(": ")[2])
     totals.passing(passed)
     if (status != 0 and not failed) or (status == 0 and not passed and not skipped):
-        print(tail(output))
+        say(tail(output))
         totals.failing(name, f"exit status {status}, {passed} checks")
-    print(f"   {passed} passed, {failed} failed", flush=True)
+    say(f"   {name}: {passed} passed, {failed} failed")
 
 
 def configure(build, environment, options):
     """Sets the build folder up, again where it is there; files that miss a library are skips, by name."""
-    command = ["meson", "setup", build, ROOT, "--wrap-mode=nodownload", "--werror", "-Ddebug=false", *options]
+    command = ["meson", "setup", build, ROOT, "--wrap-mode=nodownload", "--werror", "-Ddebug=false", "-Dunity=on",
+               *options]
     again = ["--reconfigure"] if (build / "build.ninja").exists() else []
     status, output = run([*command, *again], 300, environment)
     if status != 0 and again:
         shutil.rmtree(build)
         status, output = run(command, 300, environment)
     if status != 0:
-        print(tail(output))
+        say(tail(output))
     for name, needs in re.findall(r"^Message: skipped: (.+?) needs (.+)$", output, re.MULTILINE):
         totals.skipping(f"{name} [{build.name}]", f"needs {needs}")
     return status == 0
@@ -139,12 +151,12 @@ def introspect(build, what):
 
 def build_all(name, build, jobs, targets=(), timeout=1500):
     """Compiles; what can be compiled is, so that one broken file does not hide the rest."""
-    status, output = run(["ninja", "-C", build, "-k", "0", "-j", str(jobs), *targets], timeout)
+    status, output = run(["ninja", "-C", build, "-k", "0", "-j", str(jobs), *targets], timeout, yielding=True)
     if status == 0:
         totals.passing()
         return True
     errors = [line for line in output.splitlines() if re.search(r"error|warning|FAILED|undefined reference", line)]
-    print("\n".join((errors or output.splitlines())[:80]))
+    say("\n".join((errors or output.splitlines())[:80]))
     totals.failing(f"build [{name}]", "see above")
     return False
 
@@ -239,10 +251,11 @@ def count_static(label, build):
                 totals.passing(len(sources))
             else:
                 totals.failing(f"static [{label}]", "was not built")
-            print(f"   static [{label}]: {len(sources) if built else 0} of {len(sources)} files hold", flush=True)
+            say(f"   static [{label}]: {len(sources) if built else 0} of {len(sources)} files hold")
 
 
-def with_gcc(jobs, programs):
+def with_gcc(jobs, programs, tests):
+    """Builds; `tests` is called with what runs its suites."""
     heading("g++: build")
     build = BUILDS / "gcc"
     environment = {"CC": "gcc", "CXX": "ccache g++" if shutil.which("ccache") else "g++"}
@@ -252,9 +265,24 @@ def with_gcc(jobs, programs):
         totals.failing("configuration [g++]")
         return
     build_all("g++", build, jobs)
-    heading("g++: tests")
-    count_static("g++", build)
-    at_once(lambda part: run_suite("g++", part[0], 400, part=part[1]), parts_of(suites_of(build)))
+
+    def run_suites():
+        heading("g++: tests")
+        count_static("g++", build)
+        at_once(lambda part: run_suite("g++", part[0], 400, part=part[1]), parts_of(suites_of(build)))
+
+    tests(run_suites)
+
+
+def programs_with_clang(clang, jobs, programs):
+    """Examples and benchmarks: they are built, not run, so without a sanitizer."""
+    heading("clang: examples and benchmarks")
+    build = BUILDS / "programs"
+    environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
+    if configure(build, environment, ["-Doptimization=0", "-Dtests=disabled", "-Dfuzz=disabled", *programs]):
+        build_all("examples and benchmarks", build, jobs)
+    else:
+        totals.failing("configuration [examples and benchmarks]")
 
 
 def sanitizer_launcher(clang, sanitizer, folder):
@@ -271,8 +299,9 @@ def sanitizer_launcher(clang, sanitizer, folder):
     return None, "an empty program with it does not run here"
 
 
-def with_clang(clang, label, sanitizer, jobs, programs, suites=None, fuzz=False):
-    """Builds with `sanitizer` and runs the suites, all or those named; with `fuzz` the fuzz targets also."""
+def with_clang(clang, label, sanitizer, jobs, tests, suites=None, fuzz=False):
+    """Builds with `sanitizer`; `tests` is called with what runs the suites, all or those named, and with `fuzz` the
+    fuzz targets also."""
     heading(f"clang with {label}: build")
     with tempfile.TemporaryDirectory() as folder:
         launcher, why = sanitizer_launcher(clang, sanitizer, pathlib.Path(folder))
@@ -281,27 +310,32 @@ def with_clang(clang, label, sanitizer, jobs, programs, suites=None, fuzz=False)
         return
     build = BUILDS / label.lower().replace("+", "-")
     environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
-    # Not optimized: with sanitizers that takes a third of the time to compile, and most tests wait, not compute.
-    options = [f"-Db_sanitize={sanitizer}", "-Db_lundef=false", "-Doptimization=0", "-Dcpp_args=-g1",
-               "-Dtests=enabled", *programs, "-Dfuzz=auto" if fuzz else "-Dfuzz=disabled"]
+    # Not optimized: with sanitizers that takes a third of the time to compile, and most tests wait, not compute. No
+    # line tables: they take a quarter; reports name functions, and -Dcpp_args=-g1 by hand adds the lines.
+    options = [f"-Db_sanitize={sanitizer}", "-Db_lundef=false", "-Doptimization=0", "-Dcpp_args=", "-Dtests=enabled",
+               *NO_PROGRAMS, "-Dfuzz=auto" if fuzz else "-Dfuzz=disabled"]
     if not configure(build, environment, options):
         totals.failing(f"configuration [{label}]")
         return
     executables = [path for path in suites_of(build) if suites is None or path.name in suites]
     targets = [] if suites is None else targets_of(build, suites)
     build_all(label, build, jobs, targets)
-    heading(f"clang with {label}: tests")
     environment = {
         "ASAN_OPTIONS": "detect_stack_use_after_return=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:die_after_fork=0",
     }
-    if suites is None:
-        count_static(label, build)
-    at_once(lambda part: run_suite(label, part[0], 600, environment, launcher, part[1]),
-            parts_of(executables, environment, launcher))
-    if fuzz:
-        run_fuzz_targets(build, launcher, environment)
+
+    def run_suites():
+        heading(f"clang with {label}: tests")
+        if suites is None:
+            count_static(label, build)
+        at_once(lambda part: run_suite(label, part[0], 600, environment, launcher, part[1]),
+                parts_of(executables, environment, launcher))
+        if fuzz:
+            run_fuzz_targets(build, launcher, environment)
+
+    tests(run_suites)
 
 
 def run_fuzz_targets(build, launcher, environment):
@@ -357,7 +391,16 @@ def python_with(name, packages, modules):
     commands = [[sys.executable, "-m", "venv", "--clear", environment],
                 [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages],
                 needs]
-    return interpreter if all(run(command, 300)[0] == 0 for command in commands) else sys.executable
+    return interpreter if all(run(command, 600, yielding=True)[0] == 0 for command in commands) else sys.executable
+
+
+def python_with_safetensors():
+    return python_with("python", ["safetensors", "numpy"], ["safetensors", "numpy"])
+
+
+def python_with_torch():
+    return python_with("python-torch", ["torch==2.13.0", "numpy", "fastapi", "uvicorn", "requests"],
+                       ["torch", "fastapi", "uvicorn", "requests"])
 
 
 def nvidia_wheels():
@@ -373,17 +416,19 @@ def nvidia_wheels():
     os.environ["VIRTUAL_ENV"] = str(environment)
 
 
-def interop():
-    """Our programs of the gcc build against the originals of torch, vLLM and safetensors."""
+def interop(safetensors, torch):
+    """Our programs of the gcc build against the originals of torch, vLLM and safetensors; the arguments are futures of
+    interpreters that have them."""
     programs = BUILDS / "gcc" / "tests"
-    python = python_with("python", ["safetensors", "numpy"], ["safetensors", "numpy"])
-    check_script("interop with safetensors", [python, "tests/interop/safetensors_interop.py"], 300)
-    python = python_with("python-torch", ["torch==2.13.0", "numpy", "fastapi", "uvicorn", "requests"],
-                         ["torch", "fastapi", "uvicorn", "requests"])
+    check_script("interop with safetensors", [safetensors.result(), "tests/interop/safetensors_interop.py"], 300)
+    python = torch.result()
     check_script("interop with torch", [python, "tests/interop/tcp_store_interop.py", "--program",
                                         programs / "test_store"], 300)
     check_script("interop with vLLM", [python, "tests/interop/vllm_interop.py", "--programs", programs,
                                        "--cache", BUILDS / "vllm"], 600)
+    check_script("interop with vLLM over ipc", [python, "tests/interop/vllm_ipc_interop.py", "--programs", programs,
+                                                "--cache", BUILDS / "vllm"], 600)
+    check_script("interop of IPC pickles", [python, "tests/interop/ipc_pickle_interop.py"], 300)
 
 
 def reference_pages():
@@ -397,12 +442,12 @@ def reference_pages():
     pages.mkdir(parents=True)
     settings = pages / "Doxyfile"
     settings.write_text((ROOT / "docs" / "Doxyfile").read_text() + f'\nOUTPUT_DIRECTORY = "{pages}"\n')
-    status, output = run(["doxygen", settings], 120)
+    status, output = run(["doxygen", settings], 300, yielding=True)
     if status == 0 and (pages / "html" / "index.html").exists():
         totals.passing()
         return
     warnings = len(re.findall(r": (?:warning|error): ", output))
-    print(tail(output, 150))
+    say(tail(output, 150))
     totals.failing("reference pages", f"doxygen ended with {status} and {warnings} warnings")
 
 
@@ -428,6 +473,16 @@ def gpu_tests():
 
 
 def all_tests(arguments):
+    # One thread runs tests, so that those of two builds do not meet; the other two fetch. This one compiles.
+    with concurrent.futures.ThreadPoolExecutor(1) as tester, concurrent.futures.ThreadPoolExecutor(2) as fetcher:
+        begun = []
+        compile_and_check(arguments, lambda *call: begun.append(tester.submit(*call)), fetcher)
+        for each in begun:
+            each.result()  # what one raised
+
+
+def compile_and_check(arguments, tests, fetcher):
+    """All of it; what runs for long and mostly waits is given to `tests`."""
     python = [sys.executable]
     jobs = arguments.jobs
     check_script("layering", [*python, "tests/headers/layering.py"], 60)
@@ -436,11 +491,10 @@ def all_tests(arguments):
     if clang and version_of(clang) < 16:
         clang = None
     sanitizers = clang and not arguments.quick
-    built = ["-Dexamples=enabled", "-Dbenchmarks=enabled"]
-    left_out = ["-Dexamples=disabled", "-Dbenchmarks=disabled"]
     have_gcc = shutil.which("g++") and version_of("g++") >= 12
     if have_gcc:
-        with_gcc(jobs, left_out if sanitizers else built)
+        interpreters = [fetcher.submit(python_with_safetensors), fetcher.submit(python_with_torch)]
+        with_gcc(jobs, NO_PROGRAMS if sanitizers else PROGRAMS, tests)
     else:
         totals.failing("g++", "there is no g++ of 12 or newer")
     compilers = (["g++"] if have_gcc else []) + ([clang] if sanitizers else [])
@@ -450,21 +504,25 @@ def all_tests(arguments):
     elif not clang:
         totals.skipping("clang and its sanitizers, fuzz targets", "there is no clang of 16 or newer")
     else:
-        with_clang(clang, "ASan+UBSan", "address,undefined", jobs, built, fuzz=True)
-        with_clang(clang, "TSan", "thread", jobs, left_out, suites=THREADED)
+        # The thread sanitizer's tests take longest.
+        with_clang(clang, "TSan", "thread", jobs, tests, suites=THREADED)
+        with_clang(clang, "ASan+UBSan", "address,undefined", jobs, tests, fuzz=True)
+    if have_gcc:
+        tests(interop, *interpreters)
+    if sanitizers:
+        programs_with_clang(clang, jobs, PROGRAMS)
     nvcc, why = find_nvcc()
     if not nvcc:
         totals.skipping("headers as .cu", why)
     cached = [f"ccache {part}" if shutil.which("ccache") and part in compilers else part for part in each]
     check_script("headers", [*python, "tests/headers/check_headers.py", *cached, "--jobs", jobs,
-                             *(["--nvcc", nvcc] if nvcc else [])], 1200)
-    check_script("compile_fail", [*python, "tests/compile_fail/run.py", *each, "--jobs", jobs], 600)
-    if have_gcc:
-        interop()
+                             *(["--nvcc", nvcc] if nvcc else [])], 1200, yielding=True)
+    check_script("compile_fail", [*python, "tests/compile_fail/run.py", *each, "--jobs", jobs], 900, yielding=True)
     reference_pages()
-    check_script("code in the documents", [*python, "scripts/check_snippets.py", *each[:2], "--jobs", jobs], 600)
+    check_script("code in the documents", [*python, "scripts/check_snippets.py", *each[:2], "--jobs", jobs], 600,
+                 yielding=True)
     if not arguments.quick:
-        check_script("install and subproject", [*python, "tests/install/run.py"], 600)
+        check_script("install and subproject", [*python, "tests/install/run.py"], 900, yielding=True)
 
 
 def main():

@@ -45,7 +45,7 @@ def problem_of(compiler, path, number, texts):
     command = [*compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'include'}", "-fno-diagnostics-color"]
     if number:
         command.append(f"-DEXPECT_FAIL_{number}")
-    status, output = run([*command, str(path)], timeout=120)
+    status, output = run([*command, str(path)], timeout=300)
     lines = output.rstrip().splitlines()
     if not number:
         return "" if status == 0 else "the control does not compile\n" + "\n".join(lines[:30])

@@ -6,6 +6,9 @@ With the last compiler every header has a unit of its own that includes it alone
 may come again. With every compiler one unit includes all headers in order, another in reverse: no order is needed. These
 are linked into one executable, so a function or variable that is not inline is a duplicate symbol.
 
+What many headers include takes most of the time. With clang some of it is precompiled, each such header alone and
+twice; a header whose includes reach one of these is compiled after it. That hides nothing: it includes it anyway.
+
 With an nvcc, the headers that trainer.hpp and worker.hpp may reach (all but http/, adapters/, fmt.hpp and what includes
 them) are also compiled as CUDA sources, one a folder.
 
@@ -37,6 +40,8 @@ LIBRARIES = {
     "nccl.h": ("NCCL", "nccl.h"),
 }
 NOT_FOR_NVCC = ("weightwire/http/", "weightwire/adapters/", "weightwire/fmt.hpp", "curl/", "boost/", "range/", "fmt/")
+HUBS = 16  # headers that clang precompiles
+LARGE = {"nlohmann": 40, "boost": 10}  # libraries whose header takes as long as so many of ours
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 
@@ -56,6 +61,27 @@ class Tree:
                     seen.add(other)
                     todo.append(other)
         return seen
+
+    def hubs(self, count):
+        """The headers whose precompiling spares most, by the files that they reach; a large library counts as many."""
+        reached = {name: self.reach(name) for name in self.headers}
+        cost = {name: sum(LARGE.get(other.split("/")[0], 1) for other in reached[name]) for name in self.headers}
+        spared = dict.fromkeys(self.headers, 0)  # header -> what the hubs so far spare it
+        chosen = []
+
+        def gain(hub):
+            return sum(max(0, cost[hub] - spared[name])
+                       for name in self.headers if hub in reached[name]) - 2 * cost[hub]
+
+        while len(chosen) < count:
+            best = max((name for name in self.headers if name not in chosen), key=gain, default=None)
+            if best is None or gain(best) <= 0:
+                break
+            chosen.append(best)
+            for name in self.headers:
+                if best in reached[name]:
+                    spared[name] = max(spared[name], cost[best])
+        return chosen
 
     def libraries(self, name):
         return sorted({prefix for prefix in LIBRARIES for other in self.reach(name) if other.startswith(prefix)})
@@ -107,16 +133,38 @@ def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
 
     def compiled(job):
         name, headers = job
-        twice = len(headers) == 2 and headers[0] == headers[1]
-        return compile_one(command, work / name, "".join(f"#include <{header}>\n" for header in headers),
-                           keep=not twice)
+        return compile_one(command, work / name, "".join(f"#include <{header}>\n" for header in headers))
 
-    jobs_alone = [(name.replace("/", "__") + ".cpp", [name, name]) for name in present] if alone else []
+    precompiled = {}  # hub -> its file
+    cached = pathlib.Path(command[0]).name == "ccache"  # which keeps no precompiled header
+    without_cache = command[1:] if cached else command
+
+    def compiled_alone(name):
+        flat = name.replace("/", "__")
+        within = [hub for hub in precompiled if hub in tree.reach(name)]
+        first = max(within, key=lambda hub: len(tree.reach(hub)), default=None)
+        after = ["-include-pch", precompiled[first]] if first else []
+        return compile_one([*without_cache, *after], work / (flat + ".cpp"), f"#include <{name}>\n" * 2, keep=False)
+
+    def precompile(name):
+        header = work / (name.replace("/", "__") + ".hpp")
+        header.write_text(f"#include <{name}>\n" * 2)
+        status, output = run([*without_cache, "-x", "c++-header", "-o", header.name + ".pch", header.name], cwd=work)
+        return (header.name + ".pch", "") if status == 0 else ("", last_lines(output))
+
     good, units = present, []
-    for name, problem in zip(present, in_parallel(jobs, compiled, jobs_alone)):
-        report.check(f"header {name} [{label}]", problem)
-        if problem:
-            good = [other for other in good if other != name]
+    if alone:
+        hubs = [name for name in tree.hubs(HUBS) if name in present] if "clang" in label else []
+        problems = {}
+        for name, (file, problem) in zip(hubs, in_parallel(jobs, precompile, hubs)):
+            problems[name] = problem
+            if file:
+                precompiled[name] = file
+        others = [name for name in present if name not in hubs]
+        problems.update(zip(others, in_parallel(jobs, compiled_alone, others)))
+        for name in present:
+            report.check(f"header {name} [{label}]", problems[name])
+        good = [name for name in present if not problems[name]]
     jobs_all = [("in_order.cpp", good), ("in_reverse.cpp", good[::-1])]
     for (unit, _), problem in zip(jobs_all, in_parallel(jobs, compiled, jobs_all)):
         report.check(f"{len(good)} headers in one unit, {unit[:-4].replace('_', ' ')} [{label}]",

@@ -33,7 +33,8 @@ RELEASES = {
     "0.33.0": "an update may say: as before",
 }
 WANTED = re.compile(
-    r"vllm/(distributed/(weight_transfer/(__init__|base|clients|factory|nccl_common|nccl_engine|packed_tensor)"
+    r"vllm/(distributed/(weight_transfer/(__init__|base|clients|factory|ipc_engine|nccl_common|nccl_engine"
+    r"|packed_tensor)"
     r"|device_communicators/pynccl(_wrapper)?|utils)"
     r"|utils/nccl|config/weight_transfer"
     r"|entrypoints/(serve/rlhf|serve/dev/rlhf|rl/online)/api_router)\.py")

@@ -196,8 +196,8 @@ def client_against_group(_folder, _version, tool):
 class Worker:
     """Our worker server as a process."""
 
-    def __init__(self, tool):
-        self.process = subprocess.Popen([tool, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    def __init__(self, tool, *arguments):
+        self.process = subprocess.Popen([tool, "serve", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True)
         self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
 
@@ -340,8 +340,8 @@ def checks_of(version):
             yield f"vLLM {version}'s trainer to our worker, {packing}", trainer_against_worker, (packing,)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(description=__doc__, checks_of=checks_of, program="vllm_tool"):
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--programs", required=True, type=pathlib.Path)
     parser.add_argument("--cache", type=pathlib.Path, default=vllm_files.CACHE)
     parser.add_argument("--only", help="a release")
@@ -352,7 +352,7 @@ def main():
     if not missing:
         for name in ("torch.distributed", "fastapi", "uvicorn", "requests"):
             importlib.import_module(name)
-    tool = os.path.abspath(arguments.programs / "vllm_tool")
+    tool = os.path.abspath(arguments.programs / program)
     tasks = []
     for version in [arguments.only] if arguments.only else vllm_files.RELEASES:
         try:

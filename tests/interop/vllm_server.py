@@ -2,9 +2,11 @@
 """vLLM's own route file of one release, mounted in FastAPI and served by uvicorn, in front of an engine that records.
 
 The routes are vLLM's, and so are the engine class that reads the bodies, joins, receives and unpacks, and the process
-group through which it learns the NCCL id. NCCL itself is replaced by sockets, see host_cuda.py.
+group through which it learns the NCCL id. NCCL itself is replaced by sockets, see host_cuda.py, and memory of other
+processes by files, see host_ipc.py.
 """
 import asyncio
+import copy
 import importlib
 import json
 import socket
@@ -37,19 +39,22 @@ class EngineError(Exception):
 class RecordingEngine:
     """The calls that the route file makes, as (name, argument) in `calls`, done by ranks with vLLM's engine class."""
 
-    def __init__(self, worker_ranks, has_sessions):
+    def __init__(self, worker_ranks, has_sessions, backend="nccl"):
         self.vllm_config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(
             world_size=worker_ranks, world_size_across_dp=worker_ranks))
         self.said = [[] for _ in range(worker_ranks)]
-        self.workers = [Worker(torch.device("cpu"), has_sessions, self.said[rank].append, rank, worker_ranks)
-                        for rank in range(worker_ranks)]
+        devices = [torch.device("cuda", rank) if backend == "ipc" else torch.device("cpu")
+                   for rank in range(worker_ranks)]
+        self.workers = [Worker(device, has_sessions, self.said[rank].append, rank, worker_ranks, backend)
+                        for rank, device in enumerate(devices)]
         self.calls = []
         self.version = "default"
         self.paused = False
 
     async def all_ranks(self, name, *arguments):
-        done = await asyncio.gather(*(asyncio.to_thread(worker.call, name, *arguments) for worker in self.workers),
-                                    return_exceptions=True)
+        # Each rank gets a copy, as from another process: engines take away from it what they have read.
+        calls = [(worker.call, name, *copy.deepcopy(arguments)) for worker in self.workers]
+        done = await asyncio.gather(*(asyncio.to_thread(*call) for call in calls), return_exceptions=True)
         for problem in done:
             if problem is not None:
                 raise EngineError(problem)
@@ -135,7 +140,7 @@ def envelope(status, kind, text):
 class Server:
     """Serves until stop(), on a port that the system chose."""
 
-    def __init__(self, folder, version, worker_ranks=1):
+    def __init__(self, folder, version, worker_ranks=1, backend="nccl"):
         import uvicorn
         from fastapi import FastAPI, HTTPException
         from fastapi.exceptions import RequestValidationError
@@ -143,7 +148,8 @@ class Server:
         routes = importlib.import_module(route_file(folder))
         self.routes_from = routes.__file__
         self.requests = []
-        self.engine = RecordingEngine(worker_ranks, tuple(map(int, version.split(".")[:2])) >= (0, 21))
+        has_sessions = tuple(map(int, version.split(".")[:2])) >= (0, 21)
+        self.engine = RecordingEngine(worker_ranks, has_sessions, backend)
         app = FastAPI()
         app.state.engine_client = self.engine
         app.include_router(routes.router)

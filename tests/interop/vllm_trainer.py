@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own trainer code for NCCL over our tensors.
+"""vLLM's own trainer code for NCCL and for IPC over our tensors.
 
-From 0.28 on that is vLLM's trainer engine class with vLLM's HTTP client; before it, vLLM's sending function with the
-calls around it that its examples make.
+From 0.28 on (IPC: 0.27) that is vLLM's trainer engine class with vLLM's HTTP client; before it, vLLM's sending function
+with the calls around it that its examples make.
 """
 import concurrent.futures
 import functools
@@ -106,3 +106,42 @@ class FunctionTrainer:
             updating.result()
         if self.has_sessions:
             call(url, "/finish_weight_update")
+
+
+class IpcEngineTrainer:
+    """IPC, 0.27 and newer: one rank of a trainer; rank 0 speaks."""
+
+    def __init__(self, url, release, weights, packed, buffer, rank=0, client=None):
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+        info = IPCTrainerInitInfo(rank=rank, packed=packed, packed_buffer_size_bytes=buffer)
+        self.engine = IPCTrainerWeightTransferEngine.trainer_init(
+            info, client=client or HTTPVLLMWeightSyncClient(url), source=source_over(weights))
+
+    def send(self):
+        self.engine.send_weights()
+
+
+class IpcFunctionTrainer:
+    """IPC, before 0.27: vLLM's function exports and makes the update calls."""
+
+    def __init__(self, url, release, weights, packed, buffer, rank=0, client=None):
+        from vllm.distributed.weight_transfer import ipc_engine
+
+        self.url, self.weights, self.rank = url, weights, rank
+        self.sender = ipc_engine.IPCWeightTransferEngine
+        if release >= (0, 22):
+            self.options = ipc_engine.IPCTrainerSendWeightsArgs(send_mode="http", url=url, packed=packed,
+                                                                packed_buffer_size_bytes=buffer)
+        else:
+            self.options = ipc_engine.IPCTrainerSendWeightsArgs(mode="http", url=url)
+        if rank == 0:
+            call(url, "/init_weight_transfer_engine", {"init_info": {}})
+
+    def send(self):
+        if self.rank == 0:
+            call(self.url, "/start_weight_update", {"is_checkpoint_format": True})
+        self.sender.trainer_send_weights(iter(self.weights.tensors.items()), self.options)
+        if self.rank == 0:
+            call(self.url, "/finish_weight_update")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a vLLM worker: vLLM's own NCCL engine class of one release, and a model that keeps digests."""
+"""One rank of a vLLM worker: vLLM's own engine class of one release and backend, and a model that keeps digests."""
+import importlib
 import inspect
 import threading
 import types
@@ -31,20 +32,21 @@ class Model:
 class Worker:
     """The engine class and the order of calls that vLLM's worker keeps around it."""
 
-    def __init__(self, device, has_sessions, say, rank=0, ranks=1):
+    def __init__(self, device, has_sessions, say, rank=0, ranks=1, backend="nccl"):
         from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+        module = importlib.import_module(f"vllm.distributed.weight_transfer.{backend}_engine")
+        kind = getattr(module, f"{backend.upper()}WeightTransferEngine")
         parallel = types.SimpleNamespace(rank=rank, world_size=ranks, world_size_across_dp=ranks,
                                          data_parallel_rank=0, data_parallel_index=0)
         self.model = Model()
         self.device = device
-        given = {"config": WeightTransferConfig(backend="nccl"), "parallel_config": parallel, "device": device,
+        given = {"config": WeightTransferConfig(backend=backend), "parallel_config": parallel, "device": device,
                  "vllm_config": types.SimpleNamespace(parallel_config=parallel, model_config=None),
                  "model": self.model}
-        wanted = inspect.signature(NCCLWeightTransferEngine.__init__).parameters
-        self.engine = NCCLWeightTransferEngine(**{name: given[name] for name in wanted if name in given})
-        receiving = inspect.signature(NCCLWeightTransferEngine.receive_weights).parameters
+        wanted = inspect.signature(kind.__init__).parameters
+        self.engine = kind(**{name: given[name] for name in wanted if name in given})
+        receiving = inspect.signature(kind.receive_weights).parameters
         self.loads_itself = "load_weights" not in receiving  # since 0.25
         self.lock = threading.Lock()  # vLLM's engine runs one call at a time
         self.active = False
@@ -55,7 +57,7 @@ class Worker:
     def call(self, name, *arguments):
         """One of the calls below. torch keeps the current device by thread, and every request has its own."""
         with self.lock:
-            if torch.cuda.is_available():
+            if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             return getattr(self, name)(*arguments)
 

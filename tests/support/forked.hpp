@@ -51,6 +51,20 @@ public:
         }
         return value;
     }
+    /// A text after which more may come.
+    void put_string(const std::string& text) const {
+        put(text.size());
+        for (const char letter : text) {
+            put(letter);
+        }
+    }
+    [[nodiscard]] std::string take_string() const {
+        std::string text(take<std::size_t>(), '\0');
+        for (char& letter : text) {
+            letter = take<char>();
+        }
+        return text;
+    }
     void put_text(const std::string& text) {
         [[maybe_unused]] const auto count = ::write(out_, text.data(), text.size());
         close_out();

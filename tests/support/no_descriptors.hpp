@@ -9,7 +9,7 @@
 #include <system_error>
 #include <vector>
 
-namespace test_support {
+namespace weightwire::test_support {
 
 /// While it lives, this process can open no file: the limit is low and reached.
 class no_descriptors {
@@ -40,4 +40,7 @@ private:
     std::vector<int> taken_;
 };
 
-}  // namespace test_support
+}  // namespace weightwire::test_support
+
+// For files that do not use namespace weightwire.
+namespace test_support = weightwire::test_support;

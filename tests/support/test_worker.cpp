@@ -4,11 +4,13 @@
 // prints. Faults are asked for on the command line:
 //
 //   test_worker --parameters N --elements E [--ranks R] [--mode flip|copy_in|in_place] [--token T]
-//   [--port P]
-//               [--at begin|prepare|copy|commit --do die|stop|throw [--on RANK] [--in SESSION]]
+//   [--port P] [--backend ipc|cuda_ipc|cuda_ipc_spread]
+//               [--at begin|launch|prepare|copy|commit --do die|stop|throw [--on RANK]
+//               [--in SESSION]]
 //
 // `copy` is the middle of a copy_in commit, where the live weights are a mix: the process stops
-// there whatever `--do` says.
+// there whatever `--do` says. Spread, each rank has a device of its own. `launch` is of cuda_ipc,
+// over host memory: just before the device would copy.
 
 #include <unistd.h>
 
@@ -22,12 +24,14 @@
 #include <stop_token>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include <weightwire/backends/ipc/backend.hpp>
 #include <weightwire/http/worker_server.hpp>
 #include <weightwire/worker.hpp>
 
+#include "host_cuda_ipc.hpp"
 #include "small_model.hpp"
 #include "touch_trap.hpp"
 
@@ -43,11 +47,20 @@ struct fault {
 };
 
 /// A parameter table that dies, stops or throws where it was told to.
+template <class Table>
 class faulty_table {
 public:
     faulty_table(const std::vector<param_meta>& parameters, commit_mode mode, const fault& wanted,
-                 int rank)
-        : table_{parameters, {.mode = mode}}, fault_{wanted}, rank_{rank} {}
+                 int rank, int on_device)
+        : table_{make_table(parameters, mode, on_device)}, fault_{wanted}, rank_{rank} {
+        if (wanted.at == "launch") {
+            tests::host_ipc_world::at_step = [this](std::string_view step) {
+                if (step == "launch") {
+                    meet("launch");
+                }
+            };
+        }
+    }
 
     std::span<const destination> begin(const session_info& session, const manifest& parameters,
                                        deadline until) {
@@ -56,7 +69,8 @@ public:
         if (met("copy")) {
             // Found before readers are kept out; copy_in never moves it.
             const auto held = table_.acquire();
-            middle_ = held.tensor(held.size() / 2).bytes();
+            const auto middle = held.tensor(held.size() / 2);
+            middle_ = {middle.data(), middle.byte_size()};
         }
         return table_.begin(session, parameters, until);
     }
@@ -80,8 +94,33 @@ public:
     commit_mode mode() const noexcept { return table_.mode(); }
     const manifest& parameters() const noexcept { return table_.parameters(); }
     auto acquire() { return table_.acquire(); }
+    [[nodiscard]] weightwire::device device() const noexcept
+        requires HasDevice<Table>
+    {
+        return table_.device();
+    }
+    void tensor_digests(std::span<const tensor_view> tensors, std::span<std::uint64_t> results,
+                        deadline until, const std::stop_token& stop)
+        requires HasTensorDigests<Table>
+    {
+        table_.tensor_digests(tensors, results, until, stop);
+    }
+    void clear_tensor(const mutable_tensor_view& tensor)
+        requires HasTensorClear<Table>
+    {
+        table_.clear_tensor(tensor);
+    }
 
 private:
+    [[nodiscard]] static Table make_table(const std::vector<param_meta>& parameters,
+                                          commit_mode mode, int on_device) {
+        if constexpr (std::is_constructible_v<typename Table::memory_type, int>) {
+            return Table{
+                manifest{parameters}, typename Table::memory_type{on_device}, {.mode = mode}};
+        } else {
+            return Table{parameters, {.mode = mode}};
+        }
+    }
     [[nodiscard]] bool met(std::string_view place) const {
         return fault_.at == place && fault_.rank == rank_ && fault_.session == session_;
     }
@@ -100,14 +139,16 @@ private:
         }
     }
 
-    parameter_table table_;
+    Table table_;
     fault fault_;
     int rank_;
     std::uint64_t session_ = 0;
     std::span<const std::byte> middle_;  // of the live weights
 };
-static_assert(HasExchange<faulty_table> && HasCommitEstimate<faulty_table>);
-static_assert(explain_weight_sink<faulty_table>());
+static_assert(HasExchange<faulty_table<parameter_table>> &&
+              HasCommitEstimate<faulty_table<parameter_table>>);
+static_assert(explain_weight_sink<faulty_table<parameter_table>>());
+static_assert(explain_weight_sink<faulty_table<tests::pretended_device_table>>());
 
 commit_mode mode_of(std::string_view word) {
     return word == "copy_in"    ? commit_mode::copy_in
@@ -115,61 +156,81 @@ commit_mode mode_of(std::string_view word) {
                                 : commit_mode::flip;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) try {
-    fault wanted;
+/// What the command line asks for.
+struct options {
+    fault wanted{};
+    std::string backend = "ipc";
     std::string mode = "flip";
-    std::string token;
+    std::string token{};
     int ranks = 1;
     int parameters = 1;
     int elements = 1;
     int port = 0;
+};
+
+/// Serves until the test closes the pipe, or dies.
+template <class Table, class Backend>
+void serve(const options& asked, Backend backend) {
+    const auto list = tests::small_model(asked.parameters, asked.elements);
+    std::vector<std::unique_ptr<faulty_table<Table>>> tables;
+    std::vector<faulty_table<Table>*> sinks;
+    for (int rank = 0; rank < asked.ranks; ++rank) {
+        tables.push_back(
+            std::make_unique<faulty_table<Table>>(list, mode_of(asked.mode), asked.wanted, rank,
+                                                  asked.backend == "cuda_ipc_spread" ? rank : 0));
+        sinks.push_back(tables.back().get());
+    }
+    worker_engine engine{backend, sinks};
+    worker_service service{engine};
+    worker_server server{service,
+                         {.port = static_cast<std::uint16_t>(asked.port), .token = asked.token}};
+    server.start();
+    std::printf("%d\n", static_cast<int>(server.port()));
+    std::fflush(stdout);
+    for (char byte = 0; ::read(STDIN_FILENO, &byte, 1) > 0;) {
+    }
+    server.stop(deadline::after(std::chrono::seconds{5}));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+    options asked;
     for (int i = 1; i + 1 < argc; i += 2) {
         const std::string_view key = argv[i];
         const std::string value = argv[i + 1];
         if (key == "--parameters") {
-            parameters = std::stoi(value);
+            asked.parameters = std::stoi(value);
         } else if (key == "--elements") {
-            elements = std::stoi(value);
+            asked.elements = std::stoi(value);
         } else if (key == "--ranks") {
-            ranks = std::stoi(value);
+            asked.ranks = std::stoi(value);
         } else if (key == "--mode") {
-            mode = value;
+            asked.mode = value;
         } else if (key == "--token") {
-            token = value;
+            asked.token = value;
         } else if (key == "--port") {
-            port = std::stoi(value);
+            asked.port = std::stoi(value);
+        } else if (key == "--backend") {
+            asked.backend = value;
         } else if (key == "--at") {
-            wanted.at = value;
+            asked.wanted.at = value;
         } else if (key == "--do") {
-            wanted.what = value;
+            asked.wanted.what = value;
         } else if (key == "--on") {
-            wanted.rank = std::stoi(value);
+            asked.wanted.rank = std::stoi(value);
         } else if (key == "--in") {
-            wanted.session = std::stoul(value);
+            asked.wanted.session = std::stoul(value);
         } else {
             std::fprintf(stderr, "test_worker: what is %s?\n", argv[i]);
             return 2;
         }
     }
-    const auto list = tests::small_model(parameters, elements);
-    std::vector<std::unique_ptr<faulty_table>> tables;
-    std::vector<faulty_table*> sinks;
-    for (int rank = 0; rank < ranks; ++rank) {
-        tables.push_back(std::make_unique<faulty_table>(list, mode_of(mode), wanted, rank));
-        sinks.push_back(tables.back().get());
+    if (asked.backend.starts_with("cuda_ipc")) {
+        serve<tests::pretended_device_table>(asked, tests::host_cuda_ipc{});
+    } else {
+        serve<parameter_table>(asked, ipc::backend{});
     }
-    worker_engine engine{ipc::backend{}, sinks};
-    worker_service service{engine};
-    worker_server server{service, {.port = static_cast<std::uint16_t>(port), .token = token}};
-    server.start();
-    std::printf("%d\n", static_cast<int>(server.port()));
-    std::fflush(stdout);
-    for (char byte = 0;
-         ::read(STDIN_FILENO, &byte, 1) > 0;) {  // until the test closes the pipe, or dies
-    }
-    server.stop(deadline::after(std::chrono::seconds{5}));
     return 0;
 } catch (const std::exception& failed) {
     std::fprintf(stderr, "test_worker: %s\n", failed.what());

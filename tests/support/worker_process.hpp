@@ -36,6 +36,7 @@ public:
 
     [[nodiscard]] std::string url() const { return "http://127.0.0.1:" + std::to_string(port_); }
     void signal(int number) const { ::kill(process_, number); }
+    [[nodiscard]] pid_t process() const noexcept { return process_; }
     /// SIGSTOP, and waits until every thread of it has stopped: until then it may still answer.
     void stop() const {
         signal(SIGSTOP);

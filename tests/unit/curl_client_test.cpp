@@ -211,6 +211,18 @@ TEST_CASE("a GET is repeated once when its reused connection ends without a repl
     CHECK(requests == 3);
 }
 
+TEST_CASE("a repeat that finds no server any more is an unreachable one, not a bad reply") {
+    CHECK(weightwire::http::detail::fault_of(CURLE_COULDNT_CONNECT, true) ==
+          reply_fault::unreachable);
+    CHECK(weightwire::http::detail::fault_of(CURLE_COULDNT_RESOLVE_HOST, true) ==
+          reply_fault::unreachable);
+    CHECK(weightwire::http::detail::fault_of(CURLE_RECV_ERROR, true) == reply_fault::closed);
+    CHECK(weightwire::http::detail::fault_of(CURLE_WEIRD_SERVER_REPLY, true) ==
+          reply_fault::malformed);
+    CHECK(weightwire::http::detail::fault_of(CURLE_WEIRD_SERVER_REPLY, false) ==
+          reply_fault::unreachable);
+}
+
 TEST_CASE("redirects are not followed and statuses are handed on") {
     scripted_server server{[](raw_connection& client) {
         static_cast<void>(read_request(client));

@@ -54,6 +54,10 @@ inline void ensure_curl() {
     switch (code) {
         case CURLE_OK: return reply_fault::none;
         case CURLE_OPERATION_TIMEDOUT: return reply_fault::timed_out;
+        // Also of a repeat, after a kept connection ended without a reply.
+        case CURLE_COULDNT_CONNECT:
+        case CURLE_COULDNT_RESOLVE_HOST:
+        case CURLE_COULDNT_RESOLVE_PROXY: return reply_fault::unreachable;
         case CURLE_GOT_NOTHING:
         case CURLE_SEND_ERROR:
         case CURLE_RECV_ERROR:

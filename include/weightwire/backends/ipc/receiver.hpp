@@ -126,8 +126,8 @@ inline void receiver::open(const transport_open& init, deadline until,
     if (rank_ < 1) {
         throw usage_error{"a worker's rank in the transfer group is 1 or more", context};
     }
+    auto message = decode_transport_message(init.transport);  // first: memory of another kind
     const auto wire = decode_wire_parameters(init.wire_parameters);
-    auto message = decode_transport_message(init.transport);
     const auto here = weightwire::detail::boot_id();
     if (!message.boot_id.empty() && !here.empty() && message.boot_id != here) {
         throw unsupported_error{

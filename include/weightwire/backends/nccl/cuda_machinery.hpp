@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdlib>
-#include <map>
 #include <span>
 #include <stop_token>
 #include <string>
@@ -19,10 +18,12 @@
 #include <weightwire/gpu/device_buffer.hpp>
 #include <weightwire/gpu/device_guard.hpp>
 #include <weightwire/gpu/event.hpp>
+#include <weightwire/gpu/kernels/copy_kernels.hpp>
 #include <weightwire/gpu/kernels/gather.hpp>
 #include <weightwire/gpu/kernels/scatter.hpp>
 #include <weightwire/gpu/pinned_buffer.hpp>
 #include <weightwire/gpu/stream.hpp>
+#include <weightwire/gpu/stream_relay.hpp>
 #include <weightwire/nccl_api/communicator.hpp>
 #include <weightwire/nccl_api/library.hpp>
 
@@ -105,14 +106,7 @@ public:
     /// Compiles what copies and loads it onto this device, also the form that only shifted bytes
     /// need: the driver may hold up a kernel's first load until others have ended, and a broadcast
     /// ends only when every rank takes part.
-    void load_kernels() {
-        static_cast<void>(gpu::load_kernel(gpu::copy_plain_source(), device_));
-        if (gpu::compute_capability(device_) >= 90) {
-            const auto bulk = gpu::load_kernel(gpu::copy_bulk_source(), device_);
-            const gpu::device_guard guard{device_};
-            bulk.allow_shared_bytes(gpu::bulk_shared_bytes);
-        }
-    }
+    void load_kernels() { gpu::load_copy_kernels(device_); }
 
     [[nodiscard]] buffer allocate(std::size_t bytes) { return {device_, bytes}; }
     [[nodiscard]] pinned_buffer allocate_pinned(std::size_t bytes) { return pinned_buffer{bytes}; }
@@ -131,24 +125,9 @@ public:
         const gpu::device_guard guard{device_};
         point.record(on);
     }
-    /// @param users a `cudaStream_t` of any device. An event is recorded only in streams of its
-    /// own: for one of another device, a stream of this one waits for an event there and is
-    /// recorded.
+    /// @param users a `cudaStream_t` of any device.
     void record_after(event& point, void* users) {
-        const gpu::device_guard guard{device_};
-        const gpu::stream_ref asked{static_cast<cudaStream_t>(users)};
-        const int other = device_of(asked);
-        if (other == device_) {
-            point.record(asked);
-            return;
-        }
-        const auto there = foreign_.try_emplace(other, other).first;
-        {
-            const gpu::device_guard at_the_stream{other};
-            there->second.record(asked);
-        }
-        there->second.make_wait(relay_);
-        point.record(relay_);
+        relay_.record_after(point, gpu::stream_ref{static_cast<cudaStream_t>(users)});
     }
     void make_wait(const stream& later, const event& point) {
         const gpu::device_guard guard{device_};
@@ -188,24 +167,11 @@ private:
         return library.empty() && named != nullptr ? named : library;
     }
 
-    /// A driver that is too old to say counts as this device: recording then says what is wrong.
-    [[nodiscard]] int device_of(gpu::stream_ref asked) const {
-        int device = device_;
-        const auto status = cudaStreamGetDevice(asked.native_handle(), &device);
-        if (status == cudaErrorCallRequiresNewerDriver) {
-            static_cast<void>(cudaGetLastError());
-            return device_;
-        }
-        gpu::check(status, "cudaStreamGetDevice");
-        return device;
-    }
-
     int device_;
     nccl_api::library library_;
     unsigned int beside_ = 1;
-    gpu::stream uploads_;                ///< of tables; it never waits for another
-    gpu::stream relay_;                  ///< where users' streams of other devices are waited for
-    std::map<int, gpu::event> foreign_;  ///< of those devices
+    gpu::stream uploads_;      ///< of tables; it never waits for another
+    gpu::stream_relay relay_;  ///< to users' streams of other devices
 };
 
 static_assert(Machinery<cuda_machinery>);

@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -19,6 +18,7 @@
 #include <weightwire/backends/nccl/machinery.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/fabrics/pinned_bounce.hpp>
 
 /// @file
 /// What both halves of `nccl` hold between `open` and the end: the group, two streams, the buffers
@@ -60,7 +60,7 @@ public:
           copies{used.make_stream()},
           wire{used.make_urgent_stream()},
           mark{used.make_event()},
-          pieces{bounce_piece{{}, used.make_event()}, bounce_piece{{}, used.make_event()}},
+          bounce{used},
           staging{{}, used.make_event(), used.make_event()} {
         sweep();
     }
@@ -103,58 +103,23 @@ public:
     /// Makes the pinned memory of `to_device` and `to_host`, which they make themselves where that
     /// was not done. Pinning may wait for the device, so a half that will need it calls this before
     /// the first round.
-    void prepare_bounce() {
-        for (auto& piece : pieces) {
-            if (piece.memory.data() == nullptr) {
-                piece.memory = machine.allocate_pinned(static_cast<std::size_t>(piece_bytes));
-            }
-        }
-    }
+    void prepare_bounce() { bounce.prepare(); }
 
     /// Brings `bytes` of host memory to `to`, piece by piece, in the order of `copies`. Returns
     /// when the host memory has been read. `fill(offset, span)` copies a piece of it.
-    /// A plain asynchronous copy of pageable memory would wait for the stream, without a deadline.
     template <class Fill>
     void to_device(std::byte* to, std::uint64_t bytes, Fill fill, deadline until,
                    const std::stop_token& stop) {
-        prepare_bounce();
-        for (std::uint64_t at = 0; at < bytes;) {
-            auto& piece = pieces[next_piece];
-            next_piece = 1 - next_piece;
-            const auto count =
-                static_cast<std::size_t>(std::min<std::uint64_t>(bytes - at, piece_bytes));
-            group->wait(piece.done, until, stop);
-            fill(at, std::span<std::byte>{piece.memory.data(), count});
-            machine.copy(to + at, piece.memory.data(), count, copies);
-            machine.record(piece.done, copies);
-            at += count;
-        }
+        bounce.to_device(to, bytes, copies, std::move(fill),
+                         [&](typename M::event& point) { group->wait(point, until, stop); });
     }
     /// Brings `bytes` at `from`, which work given to `copies` may still write, to the host: calls
-    /// `drain(offset, span)` with each piece. One piece is copied while another is drained.
+    /// `drain(offset, span)` with each piece.
     template <class Drain>
     void to_host(const std::byte* from, std::uint64_t bytes, Drain drain, deadline until,
                  const std::stop_token& stop) {
-        prepare_bounce();
-        const auto size_at = [&](std::uint64_t at) {
-            return static_cast<std::size_t>(std::min<std::uint64_t>(bytes - at, piece_bytes));
-        };
-        const auto fetch = [&](std::uint64_t at) {
-            auto& piece = pieces[(at / piece_bytes) % 2];
-            machine.copy(piece.memory.data(), from + at, size_at(at), copies);
-            machine.record(piece.done, copies);
-        };
-        if (bytes != 0) {
-            fetch(0);
-        }
-        for (std::uint64_t at = 0; at < bytes; at += piece_bytes) {
-            if (at + piece_bytes < bytes) {
-                fetch(at + piece_bytes);
-            }
-            auto& piece = pieces[(at / piece_bytes) % 2];
-            group->wait(piece.done, until, stop);
-            drain(at, std::span<const std::byte>{piece.memory.data(), size_at(at)});
-        }
+        bounce.to_host(from, bytes, copies, std::move(drain),
+                       [&](typename M::event& point) { group->wait(point, until, stop); });
     }
 
     /// Aborts the group and lets the streams run dry, for a bounded time. Freeing device memory
@@ -197,14 +162,8 @@ public:
         }
     }
 
-    static constexpr std::uint64_t piece_bytes = std::uint64_t{4} << 20U;
     /// After an abort the device is done with what is left within milliseconds.
     static constexpr std::chrono::seconds rest_bound{2};
-
-    struct bounce_piece {
-        typename M::pinned_buffer memory{};
-        typename M::event done;
-    };
 
     M& machine;
     Tables tables{};
@@ -212,9 +171,8 @@ public:
     typename M::stream wire;
     typename M::event mark;
     std::vector<rotating_buffer<M>> buffers;
-    std::array<bounce_piece, 2> pieces;
+    pinned_bounce<M> bounce;
     rotating_buffer<M> staging;
-    std::size_t next_piece = 0;
     std::optional<typename M::communicator> group;
 
 private:

@@ -1,0 +1,151 @@
+#pragma once
+// SPDX-License-Identifier: Apache-2.0
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stop_token>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <weightwire/core/deadline.hpp>
+#include <weightwire/core/error.hpp>
+#include <weightwire/core/tensor.hpp>
+#include <weightwire/fabrics/process.hpp>
+
+/// @file
+/// What reading another process's device memory is made of. Sender and receiver are templates over
+/// it, so that the code that drives GPUs is the code that tests drive over shared host memory,
+/// where there is no GPU.
+
+namespace weightwire::cuda_ipc {
+
+/// One allocation that other processes can open, whatever number of tensors it holds.
+struct exported_allocation {
+    std::string handle{};         ///< plain bytes; CUDA's have 64
+    std::uint64_t base = 0;       ///< its address in the exporting process
+    std::uint64_t bytes = 0;      ///< its size
+    std::uint64_t buffer_id = 0;  ///< tells it from an earlier one at the same address
+    friend bool operator==(const exported_allocation&, const exported_allocation&) = default;
+};
+
+/// The process that exported; its start time is 0 where it is not known, as in vLLM's wire. A
+/// process knows its own exports again and resolves them to pointers.
+using exporter = shm::process_identity;
+
+/// Bytes to bring from one address to another; both reachable from the machine's device.
+struct byte_move {
+    std::byte* to = nullptr;
+    const std::byte* from = nullptr;
+    std::uint64_t bytes = 0;
+    friend bool operator==(const byte_move&, const byte_move&) = default;
+};
+
+/// Elements to bring from one tensor to another of the same extents: of another dtype, or laid out
+/// in runs so short that a list of them would be longer than the tensor.
+struct conversion {
+    mutable_tensor_view to{};
+    tensor_view from{};
+    friend bool operator==(const conversion& a, const conversion& b) {
+        return a.to.data() == b.to.data() && a.from.data() == b.from.data() &&
+               a.to.type() == b.to.type() && a.from.type() == b.from.type() &&
+               a.to.extents() == b.to.extents() && a.to.strides() == b.to.strides() &&
+               a.from.strides() == b.from.strides();
+    }
+};
+
+/// `M{device}`: one rank's device. `gpu()` is its UUID as torch spells it: lower-case hexadecimal
+/// 8-4-4-4-12, without a prefix.
+template <class M>
+concept HasMachineIdentity = std::constructible_from<M, int> && requires(const M& machine) {
+    { machine.device() } -> std::convertible_to<int>;
+    { machine.gpu() } -> std::convertible_to<std::string>;
+};
+
+/// Memory to export. `export_of` finds the allocation that holds `[address, address + bytes)`, or
+/// says in words why no process can open it. It is asked before anything is exported.
+template <class M>
+concept HasMachineExports = requires(M& machine, const std::byte* address, std::size_t bytes) {
+    { M::near_memory } -> std::convertible_to<memory_kind>;
+    {
+        machine.export_of(address, bytes)
+    } -> std::same_as<std::variant<exported_allocation, std::string>>;
+    { machine.allocate_exportable(bytes) } -> std::same_as<typename M::buffer>;
+    { machine.allocate_pinned(bytes) } -> std::same_as<typename M::pinned_buffer>;
+    requires std::default_initializable<typename M::buffer> && std::movable<typename M::buffer>;
+    requires std::default_initializable<typename M::pinned_buffer> &&
+                 std::movable<typename M::pinned_buffer>;
+    requires requires(const typename M::buffer& near, const typename M::pinned_buffer& pinned) {
+        { near.data() } -> std::same_as<std::byte*>;
+        { near.size() } -> std::convertible_to<std::size_t>;
+        { pinned.data() } -> std::same_as<std::byte*>;
+    };
+};
+
+/// Another process's memory. Each allocation is opened once in a process and device; mappings of
+/// the same share it, and the last one closes it. A mapping of this process's own export is its
+/// pointer. The size of what was opened is asked from the machine, not from the message, where it
+/// can tell.
+/// @throws protocol_error bytes that are no handle. @throws peer_error the exporter is gone, or
+/// freed the memory. @throws unsupported_error memory of a device that this one cannot reach.
+template <class M>
+concept HasMachineImports = requires(M& machine, const exporter& from,
+                                     const exported_allocation& allocation,
+                                     typename M::stream& stream, std::span<const std::byte> event) {
+    { machine.open(from, allocation) } -> std::same_as<typename M::mapping>;
+    requires std::default_initializable<typename M::mapping> && std::movable<typename M::mapping>;
+    requires requires(const typename M::mapping& mapping) {
+        { mapping.data() } -> std::same_as<const std::byte*>;
+        { mapping.size() } -> std::convertible_to<std::uint64_t>;
+    };
+    // Work given to `stream` from now on starts after another process's event (64 bytes).
+    machine.make_foreign_wait(stream, event);
+};
+
+/// Queues of work, and points in them. Nothing here waits. An event that was never recorded has
+/// been reached. `record_after` and `make_source_wait` are for a stream of the user's
+/// (`named_tensor::ready_stream`).
+template <class M>
+concept HasMachineStreams =
+    requires(M& machine, typename M::stream& stream, typename M::event& event, void* users) {
+        { machine.make_stream() } -> std::same_as<typename M::stream>;
+        { machine.make_event() } -> std::same_as<typename M::event>;
+        machine.record(event, stream);
+        machine.record_after(event, users);
+        machine.make_wait(stream, event);
+        machine.make_source_wait(users, event);
+        { machine.is_done(event) } -> std::same_as<bool>;
+        { M::is_idle(stream) } -> std::same_as<bool>;
+    };
+
+/// Copies, in the order of the stream they are given to. A plan has its tables where the device
+/// reads them; `launch(group, stream)` does one group and allocates nothing. `copy` is for single
+/// runs, also from and to pinned host memory.
+template <class M>
+concept HasMachineCopies =
+    requires(M& machine, const typename M::stream& stream, std::byte* to, const std::byte* from,
+             std::size_t number, std::span<const std::vector<byte_move>> groups,
+             std::span<const std::vector<conversion>> unlike, const typename M::copy_plan& plan,
+             const typename M::conversion_plan& converts, std::span<const tensor_view> tensors,
+             std::span<std::uint64_t> digests, deadline until, const std::stop_token& stop) {
+        machine.load_kernels();
+        machine.copy(to, from, number, stream);
+        { machine.make_copies(groups) } -> std::same_as<typename M::copy_plan>;
+        plan.launch(number, stream);
+        { plan.table_bytes() } -> std::convertible_to<std::size_t>;
+        // Pairs of dtypes are those of `can_convert`; strides are not negative.
+        { machine.make_conversions(unlike) } -> std::same_as<typename M::conversion_plan>;
+        converts.launch(number, stream);
+        { converts.table_bytes() } -> std::convertible_to<std::size_t>;
+        // The digest of each tensor's bytes; waits for them.
+        machine.digests(tensors, digests, until, stop);
+    };
+
+/// Everything of it. A model is used by one thread at a time.
+template <class M>
+concept Machinery = HasMachineIdentity<M> && HasMachineExports<M> && HasMachineImports<M> &&
+                    HasMachineStreams<M> && HasMachineCopies<M>;
+
+}  // namespace weightwire::cuda_ipc
