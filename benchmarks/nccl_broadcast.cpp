@@ -58,12 +58,21 @@
 #include <weightwire/worker.hpp>
 
 #include "../tests/gpu/nccl_pair.hpp"
+#include "support/device_weights.hpp"
 #include "support/parameter_lists.hpp"
+#include "support/process_pair.hpp"
+#include "support/timing.hpp"
 
 namespace {
 
 using namespace weightwire;
-using monotonic = std::chrono::steady_clock;
+using benchmarks::device_weights;
+using benchmarks::median;
+using benchmarks::monotonic;
+using benchmarks::put_long;
+using benchmarks::row_of;
+using benchmarks::seconds_between;
+using benchmarks::take_long;
 
 constexpr std::uint64_t mebibyte = std::uint64_t{1} << 20U;
 constexpr int warm_ups = 3;
@@ -128,97 +137,6 @@ std::vector<way> ways_of(const settings& wanted) {
     });
     return list;
 }
-
-/// Which row comes `turn`-th in a round: there and back.
-std::size_t row_of(int round, std::size_t turn, std::size_t count) {
-    return round % 2 == 0 ? turn : count - 1 - turn;
-}
-
-// --- Weights.
-
-constexpr const char* weights_text = R"cuda(
-typedef unsigned long long u64;
-struct item { u64* at; u64 words; u64 name; };
-__device__ u64 mixed(u64 v) {
-    v ^= v >> 33; v *= 0xff51afd7ed558ccdull; v ^= v >> 33; v *= 0xc4ceb9fe1a85ec53ull;
-    return v ^ (v >> 33);
-}
-extern "C" __global__ void weights(const item* items, u64 round) {
-    const item one = items[blockIdx.x];
-    const u64 key = mixed(one.name + round * 0x9E3779B97F4A7C15ull);
-    for (u64 i = threadIdx.x; i < one.words; i += blockDim.x) one.at[i] = mixed(key + i);
-}
-)cuda";
-
-/// Device memory for the list, each tensor at a multiple of 256 bytes.
-class device_weights {
-public:
-    device_weights(const manifest& parameters, int device)
-        : memory_{device, bytes_of(parameters)}, stream_{device} {
-        std::size_t at = 0;
-        std::vector<filled> filled_items;
-        std::vector<gpu::digest_item> digested;
-        for (const auto& parameter : parameters.parameters()) {
-            auto* const data = memory_.data() + at;
-            views_.push_back({data, parameter.dtype, parameter.shape,
-                              weightwire::device{.kind = memory_kind::cuda, .index = device}});
-            filled_items.push_back({data, parameter.byte_size() / 8,
-                                    weightwire::digest(std::as_bytes(std::span{parameter.name}))});
-            digested.push_back({data, parameter.byte_size()});
-            at += padded(parameter);
-        }
-        items_ = gpu::device_buffer{device, filled_items.size() * sizeof(filled)};
-        gpu::check(
-            cudaMemcpy(items_.data(), filled_items.data(), items_.size(), cudaMemcpyHostToDevice),
-            "cudaMemcpy");
-        digests_ = std::make_unique<gpu::digest_plan>(device, digested);
-    }
-
-    [[nodiscard]] const std::vector<mutable_tensor_view>& views() const noexcept { return views_; }
-    void fill(std::uint64_t round) const {
-        static const auto kernel = gpu::load_kernel(
-            {.name = "weights", .text = weights_text, .options = {}}, memory_.device());
-        kernel.launch(stream_, {.blocks = static_cast<unsigned int>(views_.size()), .threads = 512},
-                      items_.data(), round);
-        stream_.synchronize();
-    }
-    void overwrite() const {
-        gpu::check(cudaMemsetAsync(memory_.data(), 0xEE, memory_.size(), stream_.native_handle()),
-                   "cudaMemsetAsync");
-        stream_.synchronize();
-    }
-    /// Of the digests of all tensors.
-    [[nodiscard]] std::uint64_t digest() const {
-        const auto all = digests_->run(stream_);
-        return weightwire::digest(std::as_bytes(std::span{all}));
-    }
-
-private:
-    struct filled {
-        std::byte* at;
-        std::uint64_t words;
-        std::uint64_t name;
-    };
-    [[nodiscard]] static std::size_t padded(const param_meta& parameter) {
-        if (parameter.byte_size() % 8 != 0) {
-            throw std::runtime_error{"weights are made in whole words; not so " + parameter.name};
-        }
-        return (static_cast<std::size_t>(parameter.byte_size()) + 255) / 256 * 256;
-    }
-    [[nodiscard]] static std::size_t bytes_of(const manifest& parameters) {
-        std::size_t sum = 0;
-        for (const auto& parameter : parameters.parameters()) {
-            sum += padded(parameter);
-        }
-        return sum;
-    }
-
-    gpu::device_buffer memory_;
-    gpu::stream stream_;
-    gpu::device_buffer items_;
-    std::vector<mutable_tensor_view> views_;
-    std::unique_ptr<gpu::digest_plan> digests_;
-};
 
 // --- The two ends of each way. An end performs one transfer a call.
 
@@ -286,37 +204,12 @@ struct swept_machinery : nccl::cuda_machinery {
     }
 };
 
-/// What a text longer than a pipe's atom needs.
-void put_long(const tests::channel& to, const std::string& text) {
-    using piece = std::array<char, 4096>;
-    to.put(text.size());
-    for (std::size_t at = 0; at < text.size(); at += sizeof(piece)) {
-        piece part{};
-        text.copy(part.data(), part.size(), at);
-        to.put(part);
-    }
-}
-std::string take_long(const tests::channel& from) {
-    using piece = std::array<char, 4096>;
-    const auto size = from.take<std::size_t>();
-    std::string text;
-    while (text.size() < size) {
-        const auto part = from.take<piece>();
-        text.append(part.data(), std::min(part.size(), size - text.size()));
-    }
-    return text;
-}
-
 /// What a worker tells of a transfer.
 struct arrived {
     double seconds = 0;
     double first = 0;          ///< until the first tensor was in place
     std::uint64_t digest = 0;  ///< 0: not all of it came
 };
-
-double seconds_between(monotonic::time_point begin, monotonic::time_point end) {
-    return std::chrono::duration<double>(end - begin).count();
-}
 
 // --- The worker.
 
@@ -473,11 +366,6 @@ struct measured {
     std::vector<double> first;    ///< until the worker's first tensor was in place
 };
 
-double median(std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
-}
-
 void print(const std::vector<way>& ways, const std::vector<measured>& rows,
            std::uint64_t total_bytes) {
     fmt::print("{:<24} {:>9} {:>9} {:>9} {:>7} {:>7} {:>11} {:>9}\n", "way", "ms", "fastest",
@@ -574,39 +462,6 @@ int trainer(tests::channel& child, const settings& wanted) {
     return wrong;
 }
 
-/// Both ranks are children: a process that has used CUDA cannot be forked again.
-int run(const settings& wanted) {
-    tests::forked both{[&](tests::channel& parent) {
-        std::setvbuf(stdout, nullptr, _IOLBF, 0);
-        tests::forked child{[&](tests::channel& up) {
-            try {
-                worker(up, wanted);
-            } catch (const std::exception& failed) {
-                fmt::print(stderr, "worker: {}\n", failed.what());
-                throw;
-            }
-        }};
-        try {
-            const int wrong = trainer(child.to(), wanted);
-            std::fflush(stdout);
-            parent.put(wrong);
-        } catch (const std::exception& failed) {
-            std::fflush(stdout);
-            fmt::print(stderr, "trainer: {}\n", failed.what());
-            parent.put(1);
-        }
-    }};
-    for (;;) {
-        try {
-            return both.to().take<int>() == 0 ? 0 : 1;
-        } catch (const std::runtime_error& failed) {
-            if (std::string_view{failed.what()} != "the other process says nothing") {
-                return 1;
-            }
-        }
-    }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -628,5 +483,9 @@ int main(int argc, char** argv) {
             return 2;
         }
     }
-    return run(wanted);
+    return benchmarks::run_pair(
+               "nccl_broadcast", [&](tests::channel& child) { return trainer(child, wanted); },
+               [&](tests::channel& parent) { worker(parent, wanted); }) == 0
+               ? 0
+               : 1;
 }

@@ -48,10 +48,13 @@
 #include "../tests/support/allocations.hpp"
 #include "../tests/support/device_allocations.hpp"
 #include "support/parameter_lists.hpp"
+#include "support/timing.hpp"
 
 namespace {
 
 using namespace weightwire;
+using benchmarks::median;
+using benchmarks::seconds_since;
 
 constexpr const char* wire_text = R"cuda(
 extern "C" __global__ void wire(const uint4* from, uint4* to, unsigned long long count) {
@@ -273,15 +276,6 @@ struct places {
         seen.wrote(i, offset, count);
     }
 };
-
-double seconds_since(std::chrono::steady_clock::time_point begin) {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-double median(std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
-}
 
 /// The whole benchmark for one list.
 class pipeline {

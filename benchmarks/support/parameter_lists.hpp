@@ -2,13 +2,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <cstdint>
+#include <fstream>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
 
 /// @file
-/// Parameter lists of real models, made from their published dimensions.
+/// Parameter lists of real models, made from their published dimensions, or read from a file.
 
 namespace benchmarks {
 
@@ -77,6 +80,32 @@ namespace benchmarks {
     }
     add("model.norm.weight", {hidden});
     add("lm_head.weight", {vocabulary, hidden});
+    return list;
+}
+
+/// A parameter a line: name, torch's dtype, extents.
+/// @throws weightwire::usage_error there is none, or a dtype is unknown.
+[[nodiscard]] inline std::vector<weightwire::param_meta> read_list(const std::string& path) {
+    std::ifstream file{path};
+    std::vector<weightwire::param_meta> list;
+    for (std::string line; std::getline(file, line);) {
+        std::istringstream words{line};
+        std::string name;
+        std::string type;
+        words >> name >> type;
+        std::vector<std::int64_t> extents;
+        for (std::int64_t extent = 0; words >> extent;) {
+            extents.push_back(extent);
+        }
+        const auto known = weightwire::dtype_from_torch(type);
+        if (!known) {
+            throw weightwire::usage_error{"the list has an unknown dtype: " + line};
+        }
+        list.push_back({name, *known, weightwire::shape{extents}});
+    }
+    if (list.empty()) {
+        throw weightwire::usage_error{"no parameters in " + path};
+    }
     return list;
 }
 

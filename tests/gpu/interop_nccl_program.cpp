@@ -16,8 +16,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
-#include <fstream>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -30,37 +28,15 @@
 #include <weightwire/trainer.hpp>
 #include <weightwire/worker.hpp>
 
+#include "../../benchmarks/support/parameter_lists.hpp"
 #include "../support/small_model.hpp"
 
 namespace {
 
 using namespace weightwire;
+using benchmarks::read_list;
 
 constexpr std::chrono::seconds patience{90};
-
-std::vector<param_meta> read_list(const std::string& path) {
-    std::ifstream file{path};
-    std::vector<param_meta> list;
-    for (std::string line; std::getline(file, line);) {
-        std::istringstream words{line};
-        std::string name;
-        std::string type;
-        words >> name >> type;
-        std::vector<std::int64_t> extents;
-        for (std::int64_t extent = 0; words >> extent;) {
-            extents.push_back(extent);
-        }
-        const auto known = dtype_from_torch(type);
-        if (!known) {
-            throw usage_error{"the list has an unknown dtype: " + line};
-        }
-        list.push_back({name, *known, shape{extents}});
-    }
-    if (list.empty()) {
-        throw usage_error{"no parameters in " + path};
-    }
-    return list;
-}
 
 /// One parameter in device memory.
 struct device_weight {

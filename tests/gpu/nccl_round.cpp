@@ -27,11 +27,12 @@
 
 #include <weightwire/backends/nccl/backend.hpp>
 #include <weightwire/concepts/tensor_stream.hpp>
-#include <weightwire/gpu/kernels/digest.hpp>
 #include <weightwire/plan/coverage.hpp>
 #include <weightwire/sources/span_source.hpp>
 
+#include "../../benchmarks/support/device_weights.hpp"
 #include "../../benchmarks/support/parameter_lists.hpp"
+#include "../../benchmarks/support/process_pair.hpp"
 #include "../support/allocations.hpp"
 #include "../support/device_allocations.hpp"
 #include "nccl_pair.hpp"
@@ -39,6 +40,7 @@
 namespace {
 
 using namespace weightwire;
+using benchmarks::device_weights;
 
 struct settings {
     std::int64_t layers = 8;
@@ -65,52 +67,6 @@ manifest list_of(std::int64_t layers) {
     list.push_back({"awkward.wide", dtype::f64, {77, 5}});
     return manifest{std::move(list)};
 }
-
-/// Device memory for a list, each tensor at a multiple of 256 bytes.
-class device_weights {
-public:
-    device_weights(const manifest& parameters, int device) {
-        std::size_t bytes = 0;
-        std::vector<std::size_t> at;
-        for (const auto& parameter : parameters.parameters()) {
-            at.push_back(bytes);
-            bytes += (static_cast<std::size_t>(parameter.byte_size()) + 255) / 256 * 256;
-        }
-        memory_ = gpu::device_buffer{device, bytes};
-        for (std::size_t i = 0; i < parameters.size(); ++i) {
-            views_.push_back({memory_.data() + at[i], parameters[i].dtype, parameters[i].shape,
-                              weightwire::device{.kind = memory_kind::cuda, .index = device}});
-            items_.push_back({views_.back().data(), parameters[i].byte_size()});
-        }
-    }
-    [[nodiscard]] const std::vector<mutable_tensor_view>& views() const noexcept { return views_; }
-    /// Fills everything with words that tell round and place.
-    void fill(std::uint64_t round) {
-        std::vector<std::uint32_t> words(memory_.size() / 4);
-        auto word = static_cast<std::uint32_t>(round * 2654435761U + 1);
-        for (auto& each : words) {
-            each = word = word * 1664525U + 1013904223U;
-        }
-        gpu::check(
-            cudaMemcpy(memory_.data(), words.data(), words.size() * 4, cudaMemcpyHostToDevice),
-            "cudaMemcpy");
-        gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    }
-    void poison() {
-        gpu::check(cudaMemset(memory_.data(), 0xEE, memory_.size()), "cudaMemset");
-        gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    }
-    [[nodiscard]] std::uint64_t digest(const gpu::stream& on) const {
-        const gpu::digest_plan plan{memory_.device(), items_};
-        const auto all = plan.run(on);
-        return weightwire::digest(std::as_bytes(std::span{all}));
-    }
-
-private:
-    gpu::device_buffer memory_;
-    std::vector<mutable_tensor_view> views_;
-    std::vector<gpu::digest_item> items_;
-};
 
 struct source {
     static constexpr auto lifetime = tensor_lifetime::stable;
@@ -162,15 +118,14 @@ void worker(tests::channel& parent, const settings& wanted) {
     const int device = nccl_pair::choose_device(1, !wanted.two_devices);
     const auto parameters = list_of(wanted.layers);
     const auto text = parent.take<init_text>();
-    device_weights flips[2]{{parameters, device}, {parameters, device}};
-    gpu::stream stream{device};
+    const device_weights flips[2]{{parameters, device}, {parameters, device}};
     nccl::receiver receiver{{.global_rank = 1, .world_size = 2, .device = device}};
     receiver.open(
         {.wire_parameters = text.wire, .transport = text.transport, .parameters = &parameters},
         in_time(), {});
     for (std::uint64_t round = 1; round <= wanted.rounds; ++round) {
-        auto& landing = flips[round % 2];
-        landing.poison();
+        const auto& landing = flips[round % 2];
+        landing.overwrite();
         parent.put(true);
         places to{&landing, coverage{parameters}};
         update_target target{to, parameters, 0, parameters.size()};
@@ -179,7 +134,7 @@ void worker(tests::channel& parent, const settings& wanted) {
             receiver.receive({.round = round, .count = parameters.size(), .native = true}, target,
                              in_time(), {});
         });
-        told.digest = to.seen.all_whole() ? landing.digest(stream) : std::uint64_t{0};
+        told.digest = to.seen.all_whole() ? landing.digest() : std::uint64_t{0};
         parent.put(told);
     }
     parent.put(receiver.allocated_bytes());
@@ -189,8 +144,7 @@ void worker(tests::channel& parent, const settings& wanted) {
 int trainer(tests::channel& child, const settings& wanted, bool packed) {
     const int device = nccl_pair::choose_device(0, !wanted.two_devices);
     const auto parameters = list_of(wanted.layers);
-    device_weights weights{parameters, device};
-    gpu::stream stream{device};
+    const device_weights weights{parameters, device};
     source from;
     for (std::size_t i = 0; i < parameters.size(); ++i) {
         from.list.push_back(parameters[i]);
@@ -218,7 +172,7 @@ int trainer(tests::channel& child, const settings& wanted, bool packed) {
     int wrong = 0;
     for (std::uint64_t round = 1; round <= wanted.rounds; ++round) {
         weights.fill(round);
-        const auto expected = weights.digest(stream);
+        const auto expected = weights.digest();
         static_cast<void>(child.take<bool>());
         round_of<source> all{from, parameters};
         auto tensors = all.stream();
@@ -248,31 +202,6 @@ int trainer(tests::channel& child, const settings& wanted, bool packed) {
     return wrong;
 }
 
-/// Both ranks are children: a process that has used CUDA cannot be forked again.
-int pair_of(const settings& wanted, bool packed) {
-    tests::forked both{[&](tests::channel& parent) {
-        std::setvbuf(stdout, nullptr, _IOLBF, 0);
-        tests::forked child{[&](tests::channel& up) { worker(up, wanted); }};
-        int wrong = 1;
-        try {
-            wrong = trainer(child.to(), wanted, packed);
-        } catch (const std::exception& failed) {
-            std::printf("trainer: %s\nworker: %s\n", failed.what(), child.to().rest().c_str());
-        }
-        std::fflush(stdout);  // a forked process ends without it
-        parent.put(wrong);
-    }};
-    for (;;) {
-        try {
-            return both.to().take<int>();
-        } catch (const std::runtime_error& failed) {
-            if (std::string_view{failed.what()} != "the other process says nothing") {
-                return 1;
-            }
-        }
-    }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -297,8 +226,9 @@ int main(int argc, char** argv) {
         std::printf("%s, %lld layers, %s\n", packed ? "packed" : "unpacked",
                     static_cast<long long>(wanted.layers),
                     wanted.two_devices ? "two devices" : "one device");
-        std::fflush(stdout);
-        wrong += pair_of(wanted, packed);
+        wrong += benchmarks::run_pair(
+            "nccl_round", [&](tests::channel& child) { return trainer(child, wanted, packed); },
+            [&](tests::channel& parent) { worker(parent, wanted); });
     }
     std::printf(wrong == 0 ? "all rounds are equal\n" : "%d rounds differ or failed\n", wrong);
     return wrong == 0 ? 0 : 1;
