@@ -221,22 +221,25 @@ TEST_CASE("cuda_ipc: a worker killed or failing in the copy costs only itself") 
 }
 
 TEST_CASE("cuda_ipc: a worker stopped in the copy past the deadline never commits") {
-    worker_process good{on_device()};
-    worker_process bad{on_device({"--at", "launch", "--do", "stop", "--in", "2"})};
-    trainer t{&good, &bad};
-    CHECK(t.round(1).all_committed());
-    const auto begin = deadline::clock::now();
-    const auto report = t.round(2, 5s);
-    CHECK(deadline::clock::now() - begin < 8s);
-    CHECK(report.committed() == 1);
-    CHECK(report.peers[1].error.context.peer == bad.url());
-    CHECK(bad.is_stopped());
-    bad.signal(SIGCONT);
-    std::this_thread::sleep_for(300ms);
-    t.check_serves(bad, 1);
-    t.check_serves(good, 2);
-    CHECK(t.round(3).all_committed());
-    t.check_serves(bad, 3);
+    for (const bool packed : {false, true}) {
+        CAPTURE(packed);
+        worker_process good{on_device()};
+        worker_process bad{on_device({"--at", "launch", "--do", "stop", "--in", "2"})};
+        trainer t{{&good, &bad}, packed ? packed_info() : host_cuda_ipc_info{}};
+        CHECK(t.round(1).all_committed());
+        const auto begin = deadline::clock::now();
+        const auto report = t.round(2, 5s);
+        CHECK(deadline::clock::now() - begin < 8s);
+        CHECK(report.committed() == 1);
+        CHECK(report.peers[1].error.context.peer == bad.url());
+        CHECK(bad.is_stopped());
+        bad.signal(SIGCONT);
+        std::this_thread::sleep_for(300ms);
+        t.check_serves(bad, 1);
+        t.check_serves(good, 2);
+        CHECK(t.round(3).all_committed());
+        t.check_serves(bad, 3);
+    }
 }
 
 TEST_CASE("cuda_ipc: an in_place worker that fails in the copy is dirty until a full update") {

@@ -200,7 +200,7 @@ void import_many(channel& parent) {
                                           ? 1
                                           : 0;
         }
-        result.open_allocations = gpu::detail::open_imports().size();
+        result.open_allocations = gpu::detail::open_imports(0).size();
         auto lie = sent.what();
         lie.bytes += 1;
         result.lie = tried(machine, sent.from(), lie);
@@ -236,7 +236,7 @@ void import_many(channel& parent) {
         }
         import_small(machine, small, result);
     }
-    result.left_open = gpu::detail::open_imports().size();
+    result.left_open = gpu::detail::open_imports(0).size();
     result.usable = ipc_pair::is_device_usable();
     parent.put(result);
     static_cast<void>(parent.take<char>());
@@ -319,7 +319,7 @@ void open_own(channel& parent) {
     std::memcpy(wrong.handle.data(), &handle, sizeof handle);
     wrong.base = reinterpret_cast<std::uint64_t>(other.data());
     result.own = tried(machine, self, wrong);
-    result.opened = gpu::detail::open_imports().size();
+    result.opened = gpu::detail::open_imports(0).size();
     memory = {};
     result.freed = tried(machine, self, good);
     result.usable = ipc_pair::is_device_usable();
@@ -513,7 +513,7 @@ void copy_from_killed(channel& parent) {
             std::chrono::duration<double, std::milli>{std::chrono::steady_clock::now() - began}
                 .count();
     }
-    result.left_open = gpu::detail::open_imports().size();
+    result.left_open = gpu::detail::open_imports(0).size();
     result.usable = ipc_pair::is_device_usable();
     result.later = tried(machine, sent.from(), sent.what());
     result.usable = result.usable && ipc_pair::is_device_usable();
@@ -860,7 +860,9 @@ void copy_behind_event(channel& parent) {
     const auto mapped = machine.open(sent.memory.from(), sent.memory.what());
     const std::vector<std::vector<byte_move>> groups{{{here.data(), mapped.data(), large_bytes}}};
     const auto plan = machine.make_copies(groups);
-    machine.make_foreign_wait(stream, std::as_bytes(std::span{&sent.handle, 1}));
+    const auto event = machine.open_foreign_event(std::as_bytes(std::span{&sent.handle, 1}));
+    while (!event.is_done()) {
+    }
     plan.launch(0, stream);
     auto done = machine.make_event();
     machine.record(done, stream);
@@ -868,7 +870,7 @@ void copy_behind_event(channel& parent) {
     result.digest = ipc_pair::digest_of(machine, here.data(), large_bytes);
     try {
         const std::array<std::byte, 64> zeros{};
-        machine.make_foreign_wait(stream, zeros);
+        static_cast<void>(machine.open_foreign_event(zeros));
     } catch (const weightwire::error& failure) {
         put_words(result.no_event.kind, failure.kind());
         put_words(result.no_event.words, failure.what());

@@ -128,6 +128,7 @@ struct views_source {
     std::span<const tensor_view> views;
     void* ready_stream = nullptr;
     std::function<void(std::size_t)> before{};
+    std::function<void*(std::size_t)> ready_of{};  ///< instead of `ready_stream`
 
     [[nodiscard]] std::span<const param_meta> metadata() const { return parameters.parameters(); }
     [[nodiscard]] auto weights() const {
@@ -138,7 +139,7 @@ struct views_source {
                    }
                    return named_tensor{.name = parameters[i].name,
                                        .tensor = views[i],
-                                       .ready_stream = ready_stream};
+                                       .ready_stream = ready_of ? ready_of(i) : ready_stream};
                });
     }
 };

@@ -283,6 +283,12 @@ public:
                         .bytes = found.bytes,
                         .buffer_id = found.id};
     }
+    [[nodiscard]] bool is_current(const exported& known) {
+        auto& all = host_allocation::registry();
+        const std::lock_guard lock{all.mutex};
+        const auto now = all.known.find(reinterpret_cast<const std::byte*>(known.base));
+        return now != all.known.end() && now->second.id == known.buffer_id;
+    }
     [[nodiscard]] buffer allocate_exportable(std::size_t bytes) {
         ++host_ipc_world::buffers;
         return host_allocation{bytes};
@@ -333,11 +339,23 @@ public:
         result.kept_ = memory;
         return result;
     }
-    /// A pretended event's bytes are all zero, and it has been reached.
-    void make_foreign_wait(stream& /*later*/, std::span<const std::byte> point) {
-        if (point.size() != 64) {
+    /// A pretended event's first byte says whether it was reached.
+    class foreign_event {
+    public:
+        [[nodiscard]] bool is_done() const noexcept { return reached_; }
+
+    private:
+        friend class host_ipc_machinery;
+        bool reached_ = false;
+    };
+    [[nodiscard]] foreign_event open_foreign_event(std::span<const std::byte> handle) {
+        host_ipc_world::meet("event");
+        if (handle.size() != 64) {
             throw weightwire::protocol_error{"an event's handle has 64 bytes"};
         }
+        foreign_event opened;
+        opened.reached_ = handle.front() == std::byte{0};
+        return opened;
     }
 
     [[nodiscard]] stream make_stream() { return {}; }
@@ -390,6 +408,7 @@ public:
                 groups.begin(), groups.end());
         return plan;
     }
+    void prepare_digests(std::size_t /*lists*/) {}
     void digests(std::span<const weightwire::tensor_view> tensors, std::span<std::uint64_t> results,
                  weightwire::deadline /*until*/, const std::stop_token& /*stop*/) {
         host_ipc_world::meet("digests");

@@ -30,7 +30,7 @@
 #include <weightwire/backends/nccl/machinery.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
-#include <weightwire/nccl_api/lost_devices.hpp>
+#include <weightwire/gpu/lost_devices.hpp>
 
 /// @file
 /// The machinery of `nccl` without a GPU: streams are threads, the group is a star of sockets
@@ -410,7 +410,7 @@ public:
                     lost_ = group_->device == host_world::stuck_device;
                 }
                 if (lost_) {
-                    weightwire::nccl_api::lost_devices::note(group_->device);
+                    weightwire::gpu::lost_devices::note(group_->device);
                 }
                 group_->ended = true;
                 for (auto& each : group_->sockets) {

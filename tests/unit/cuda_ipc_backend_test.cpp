@@ -424,6 +424,100 @@ TEST_CASE("cuda_ipc: a call is not made before the source's stream has come so f
     }
 }
 
+TEST_CASE("cuda_ipc: a stream that hangs costs its deadline, is named, and leaves nothing behind") {
+    const auto model = awkward_model();
+    const auto from = weights::in_one_allocation(model);
+    for (const bool packed : {false, true}) {
+        host_cuda_ipc_info info;
+        info.packed = packed;
+        pair both{from, info};
+        host_ipc_machinery machine{0};
+        auto users = machine.make_stream();
+        std::atomic<bool> go{false};
+        users.put([&] {
+            while (!go) {
+                std::this_thread::sleep_for(1ms);
+            }
+        });
+        views_source source{model, both.views};
+        source.ready_of = [&](std::size_t i) { return i == 3 ? users.native_handle() : nullptr; };
+        round_of<views_source> walk{source, model};
+        auto stream = walk.stream();
+        const auto begin = deadline::clock::now();
+        const auto text = failure_of([&] { both.half.stage(1, 0, stream, briefly(), {}); });
+        both.half.close(briefly());
+        CHECK(deadline::clock::now() - begin < 1s);
+        CHECK(has(text, "[tensor odd]"));
+        CHECK(has(text, "deadline"));
+        go = true;
+    }
+}
+
+TEST_CASE(
+    "cuda_ipc: memory that was freed and allocated anew at its address is not sent as before") {
+    const auto model = awkward_model();
+    const auto from = weights::in_one_allocation(model);
+    const auto to = weights::in_one_allocation(model);
+    pair both{from};
+    receiver worker{{.global_rank = 1}};
+    both.open(worker);
+    check_rounds(both, worker, to, 1, 1);
+    auto& all = host_allocation::registry();
+    all.known.at(from.memory.front()->data()).id = ++all.next_id;
+    const auto text = failure_of([&] { both.round(2, worker, to.tensors); });
+    CHECK(has(text, "[tensor embed]"));
+    CHECK(has(text, "freed and allocated anew"));
+}
+
+TEST_CASE("cuda_ipc: elements of no whole bytes with gaps between them are refused by name") {
+    const manifest model{{{"plain", dtype::u8, {8}}, {"six", dtype::f6_e2m3, {4, 8}}}};
+    const tensor_view::strides_type turned{1, 4};
+    host_allocation memory{4096};
+    weights strided{model};
+    strided.tensors = {{memory.data(), dtype::u8, {8}, on_gpu},
+                       {memory.data() + 100, dtype::f6_e2m3, {4, 8}, turned, on_gpu}};
+    CHECK(has(failure_of([&] { pair{strided, {}}; }), "[tensor six]"));
+    const auto from = weights::in_one_allocation(model);
+    pair both{from};
+    receiver worker{{.global_rank = 1}};
+    both.open(worker);
+    CHECK(has(failure_of([&] { both.round(1, worker, strided.tensors); }), "[tensor six]"));
+    const auto to = weights::in_one_allocation(model);
+    check_rounds(both, worker, to, 2);
+}
+
+TEST_CASE("cuda_ipc: trainer ranks whose rings are cut differently are told so") {
+    const auto model = awkward_model();
+    const auto zero = weights::in_one_allocation(model);
+    const auto one = weights::in_one_allocation(model, {}, {memory_kind::cuda, 1});
+    const auto views_of_zero = zero.views();
+    const auto views_of_one = one.views();
+    host_cuda_ipc_info info;
+    info.packed = true;
+    info.packed_buffer_size_bytes = 90'112;
+    info.packed_num_buffers = 2;
+    sender first{info};
+    info.packed_buffer_size_bytes = 180'224;
+    info.packed_num_buffers = 1;
+    info.device = 1;
+    info.rank = 1;
+    sender second{info};
+    sender_context context{.parameters = model,
+                           .peers = {},
+                           .world_size = 2,
+                           .lifetime = tensor_lifetime::stable,
+                           .stable_tensors = views_of_one};
+    std::vector<std::string> exports{"", second.export_memory(context)};
+    context.stable_tensors = views_of_zero;
+    exports.front() = first.export_memory(context);
+    const std::vector<peer_info> peers{native_peer()};
+    context.peers = peers;
+    context.exports = exports;
+    static_cast<void>(first.prepare(context));
+    const auto plan = first.shared_plan();
+    CHECK(has(failure_of([&] { second.adopt_plan(plan); }), "not what rank 0's has"));
+}
+
 TEST_CASE("cuda_ipc: a stable source that moves a tensor is an error that names it") {
     const auto model = awkward_model();
     const auto from = weights::in_one_allocation(model);
@@ -566,11 +660,10 @@ TEST_CASE("cuda_ipc: a message that lies is refused with what it lies in") {
     CHECK(has(said, "says nowhere where this tensor lies"));
     said = open_changed(both, [&](auto& text) { text["exports"][0]["places"].erase(0); });
     CHECK(has(said, "expected 8"));
-    said = open_changed(
-        both, [&](auto& text) { text["exports"][0]["allocations"][0]["handle"] = "QUJD"; });
+    said =
+        open_changed(both, [&](auto& text) { text["exports"][0]["allocations"][0][0] = "QUJD"; });
     CHECK(has(said, "a handle has 64 bytes"));
-    said = open_changed(
-        both, [&](auto& text) { text["exports"][0]["allocations"][0]["buffer_id"] = 77; });
+    said = open_changed(both, [&](auto& text) { text["exports"][0]["allocations"][0][3] = 77; });
     CHECK(has(said, "exported no such memory"));
     said = open_changed(both, [&](auto& text) { text["exports"] = nlohmann::json::array(); });
     CHECK(has(said, "a trainer exports something"));

@@ -59,8 +59,8 @@ struct vllm_pair {
         }
     }
     /// As the worker engine does: parsed, and each name's destination found.
-    void receive(const std::string& body, receiver& worker,
-                 std::span<const mutable_tensor_view> to) const {
+    void receive(const std::string& body, receiver& worker, std::span<const mutable_tensor_view> to,
+                 deadline until = in_time()) const {
         const auto request = wire::parse_vllm_update(body);
         for (const auto& update : request.entries) {
             std::vector<param_meta> named;
@@ -72,7 +72,7 @@ struct vllm_pair {
             const manifest list{std::move(named)};
             places landing{places_of_call, coverage{list}};
             update_target target{landing, list, 0, list.size()};
-            worker.receive({.extras = update.extras}, target, in_time(), {});
+            worker.receive({.extras = update.extras}, target, until, {});
             landing.covered.require_all();
         }
     }
@@ -83,6 +83,17 @@ struct vllm_pair {
     std::vector<peer_info> peers;
     std::vector<transport_init> inits;
 };
+
+/// What an update body says of memory.
+wire::ipc_handles handles_of(const std::string& body) {
+    const auto text = nlohmann::json::parse(body);
+    const auto raw =
+        wire::decode_base64(text.at("update_info").at("ipc_handles_pickled").get<std::string>())
+            .value();
+    return wire::ipc_handles_from_pickle({reinterpret_cast<const char*>(raw.data()), raw.size()});
+}
+
+std::vector<std::uint64_t> slots_of(std::uint64_t slot) { return {slot}; }
 
 /// Without the dtypes and shapes that vLLM cannot take packed.
 manifest plain_model() {
@@ -233,19 +244,13 @@ TEST_CASE("cuda_ipc, vLLM's words: torch's counter of an export falls when it wa
     auto* const counters = reinterpret_cast<std::int64_t*>(memory + 64);
     vllm_pair both{from, "0.30.0"};
     // Its handles as torch would have made them: each export has a slot.
-    wire::ipc_handles handles;
+    auto handles = handles_of(both.half.parts().front().vllm_bodies.front());
     std::vector<std::size_t> order;
     for (std::size_t i = 0; i < model.size(); ++i) {
-        const auto text = nlohmann::json::parse(both.half.parts().front().vllm_bodies.front());
-        const auto pickled = text.at("update_info").at("ipc_handles_pickled").get<std::string>();
-        const auto raw = wire::decode_base64(pickled).value();
-        auto entry =
-            wire::ipc_handles_from_pickle({reinterpret_cast<const char*>(raw.data()), raw.size()})
-                .entries[i];
-        entry.front().second.ref_counter = name;
-        entry.front().second.ref_slot = i + 3;
+        auto& exported = handles.entries[i].front().second;
+        exported.ref_counter = name;
+        exported.ref_slot = i + 3;
         counters[i + 3] = 1;
-        handles.entries.push_back(std::move(entry));
         order.push_back(i);
     }
     const auto body = wire::ipc_update_bodies(model, order, handles).front();
@@ -259,24 +264,64 @@ TEST_CASE("cuda_ipc, vLLM's words: torch's counter of an export falls when it wa
         CHECK(counters[i + 3] == 0);
     }
     CHECK(counters[0] == 0);
-    CHECK_FALSE(release_torch_counter(name, 3));  // a packed buffer is named by many calls
+    CHECK(release_torch_counters(name, slots_of(3)) ==
+          0);  // a packed buffer is named by many calls
     CHECK(counters[3] == 0);
+    // Also of a call that fails: nobody reads them any more.
+    for (std::size_t i = 0; i < model.size(); ++i) {
+        counters[i + 3] = 1;
+    }
+    handles.entries[0].front().second.handle.assign(64, '\1');
+    CHECK(has(failure_of([&] {
+                  both.receive(wire::ipc_update_bodies(model, order, handles).front(), worker,
+                               to.tensors);
+              }),
+              "[tensor embed]"));
+    for (std::size_t i = 0; i < model.size(); ++i) {
+        CHECK(counters[i + 3] == 0);
+    }
     ::munmap(memory, bytes);
     ::close(file);
     ::shm_unlink(name.c_str());
 }
 
+TEST_CASE("cuda_ipc, vLLM's words: an event that is not reached costs the deadline and no device") {
+    const auto model = plain_model();
+    const auto from = weights::in_one_allocation(model);
+    vllm_pair both{from, "0.30.0"};
+    auto handles = handles_of(both.half.parts().front().vllm_bodies.front());
+    auto& exported = handles.entries[3].front().second;
+    exported.event_sync = true;
+    const std::vector<std::size_t> order{0, 1, 2, 3, 4};
+    receiver worker{{.global_rank = 1}};
+    both.open(worker, 0);
+    const auto to = weights::in_one_allocation(model);
+    from.fill(6);
+    both.receive(wire::ipc_update_bodies(model, order, handles).front(), worker, to.tensors);
+    CHECK(to.differs(6).empty());
+    exported.event.front() = std::byte{1};
+    const auto said = failure_of([&] {
+        both.receive(wire::ipc_update_bodies(model, order, handles).front(), worker, to.tensors,
+                     briefly());
+    });
+    CHECK(has(said, "[tensor big]"));
+    CHECK(has(said, "deadline"));
+    CHECK_FALSE(worker.lost());
+    both.round(7, worker, 0, to.tensors);
+    CHECK(to.differs(7).empty());
+}
+
 TEST_CASE("cuda_ipc, vLLM's words: no other file than torch's counters is opened") {
-    CHECK_FALSE(release_torch_counter("/another", 0));
-    CHECK_FALSE(release_torch_counter("/torch_../etc/passwd", 0));
-    CHECK_FALSE(release_torch_counter("/torch_1_2_3", 0));  // there is none
-    CHECK_FALSE(release_torch_counter("/torch_1_2_3", 10'000));
-    CHECK_FALSE(release_torch_counter("", 0));
+    CHECK(release_torch_counters("/another", slots_of(0)) == 0);
+    CHECK(release_torch_counters("/torch_../etc/passwd", slots_of(0)) == 0);
+    CHECK(release_torch_counters("/torch_1_2_3", slots_of(0)) == 0);  // there is none
+    CHECK(release_torch_counters("/torch_1_2_3", slots_of(10'000)) == 0);
+    CHECK(release_torch_counters("", slots_of(0)) == 0);
     const auto name = "/torch_" + std::to_string(::getpid()) + "_8_0";
     const int file = ::shm_open(name.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
     REQUIRE(file >= 0);
     REQUIRE(::ftruncate(file, 100) == 0);  // too short to be it
-    CHECK_FALSE(release_torch_counter(name, 1));
+    CHECK(release_torch_counters(name, slots_of(1)) == 0);
     ::close(file);
     ::shm_unlink(name.c_str());
 }
@@ -288,11 +333,7 @@ TEST_CASE("cuda_ipc, vLLM's words: handles that reach past their allocation are 
     receiver worker{{.global_rank = 1}};
     both.open(worker, 0);
     const auto to = weights::in_one_allocation(model);
-    const auto text = nlohmann::json::parse(both.half.parts().front().vllm_bodies.front());
-    const auto pickled = text.at("update_info").at("ipc_handles_pickled").get<std::string>();
-    const auto raw = wire::decode_base64(pickled).value();
-    auto handles =
-        wire::ipc_handles_from_pickle({reinterpret_cast<const char*>(raw.data()), raw.size()});
+    auto handles = handles_of(both.half.parts().front().vllm_bodies.front());
     handles.entries[2].front().second.storage_offset = std::uint64_t{1} << 30U;
     const std::vector<std::size_t> order{0, 1, 2, 3, 4};
     const auto said = failure_of([&] {

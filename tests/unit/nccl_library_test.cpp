@@ -19,7 +19,7 @@
 #include <weightwire/nccl_api/element.hpp>
 #include <weightwire/nccl_api/error.hpp>
 #include <weightwire/nccl_api/library.hpp>
-#include <weightwire/nccl_api/lost_devices.hpp>
+#include <weightwire/gpu/lost_devices.hpp>
 
 #include "../support/temporary_folder.hpp"
 
@@ -238,11 +238,11 @@ TEST_CASE("only ranks that cannot all come shorten a join") {
 }
 
 TEST_CASE("a device whose communicator was lost stays marked, and no other is") {
-    CHECK_FALSE(nccl_api::lost_devices::has(41));
-    nccl_api::lost_devices::note(41);
-    CHECK(nccl_api::lost_devices::has(41));
-    CHECK_FALSE(nccl_api::lost_devices::has(40));
-    CHECK_FALSE(nccl_api::lost_devices::has(42));
+    CHECK_FALSE(gpu::lost_devices::has(41));
+    gpu::lost_devices::note(41);
+    CHECK(gpu::lost_devices::has(41));
+    CHECK_FALSE(gpu::lost_devices::has(40));
+    CHECK_FALSE(gpu::lost_devices::has(42));
 }
 
 TEST_CASE("an abort that does not return is given up after its bound") {

@@ -246,9 +246,9 @@ TEST_CASE("A bounced destination is looked at when it is opened") {
     const std::vector<std::uint64_t> digests{1, 2};
     const auto converting = detail::conversion_rule::of<tests::converting_loopback>();
 
-    tests::bouncing_sink half{dtype::bf16};
+    tests::bouncing_sink narrow{dtype::bf16};
     detail::rank_session<tests::bouncing_sink> refused{
-        half, detail::conversion_rule::of<testing::loopback>()};
+        narrow, detail::conversion_rule::of<testing::loopback>()};
     refused.begin({.version = 1}, list, tests::soon(), {});
     CHECK_THROWS_AS(static_cast<void>(refused.open(0, tests::soon())), mismatch_error);
 
@@ -257,7 +257,7 @@ TEST_CASE("A bounced destination is looked at when it is opened") {
     never.begin({.version = 1}, list, tests::soon(), {});
     CHECK_THROWS_AS(static_cast<void>(never.open(0, tests::soon())), mismatch_error);
 
-    detail::rank_session<tests::bouncing_sink> taken{half, converting};
+    detail::rank_session<tests::bouncing_sink> taken{narrow, converting};
     taken.begin({.version = 1}, list, tests::soon(), {});
     for (std::size_t i = 0; i < 2; ++i) {
         CHECK(taken.open(i, tests::soon()).type() == dtype::bf16);

@@ -39,7 +39,8 @@ namespace weightwire {
 enum class tensor_lifetime : std::uint8_t {
     until_next,       ///< until the range is advanced
     until_group_end,  ///< until the first tensor of the next group is asked for
-    stable,           ///< until `send_weights()` returns, at the same address every round
+    /// Until `send_weights()` returns, every round in the same allocation at the same address.
+    stable,
 };
 
 /// `source.metadata()` is a range of `param_meta`, in sending order.

@@ -182,8 +182,12 @@ public:
         require_bytes(stream.manifest().total_bytes());
         require_end(stream, traits::wire_name);
     }
-    /// Moves one part and reads what the peers say of it.
-    void call(std::size_t part, tensor_stream& stream, deadline until) {
+    /// Moves one part and reads what the peers say of it. Where one peer's failure does not stop
+    /// the others, one that hangs in it leaves half of the time to the parts that follow.
+    void call(std::size_t part, tensor_stream& stream, deadline update_until) {
+        const bool last = part + 1 == parts().size();
+        const auto until =
+            drops_peers && !last ? update_until.capped(update_until.remaining() / 2) : update_until;
         const auto halves = run_halves(update_message_of(part, until), part, stream, until);
         const auto& data = halves.data;
         take_update(halves.replies, stream.manifest().total_bytes());

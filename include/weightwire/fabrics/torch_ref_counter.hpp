@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -38,37 +39,45 @@ inline constexpr std::uint64_t torch_counters = 10'000;
 
 }  // namespace detail
 
-/// Says to a torch process that one export was read: its counter `slot` in the shared memory object
-/// `name` falls by one, not below 0. So it may be said again of a packed buffer, which is one
-/// export that many calls read. Best effort, as torch's own consumer's: the exporter may be gone.
-/// @returns whether it fell.
-[[nodiscard]] inline bool release_torch_counter(const std::string& name,
-                                                std::uint64_t slot) noexcept {
+/// Says to a torch process that exports were read: each counter of `slots` in the shared memory
+/// object `name` falls by one, not below 0. So it may be said again of a packed buffer, which is
+/// one export that many calls read. Best effort, as torch's own consumer's: the exporter may be
+/// gone.
+/// @returns how many fell.
+[[nodiscard]] inline std::size_t release_torch_counters(
+    const std::string& name, std::span<const std::uint64_t> slots) noexcept {
     constexpr auto begin = detail::torch_counters_begin;
     constexpr auto bytes = begin + detail::torch_counters * sizeof(std::int64_t);
-    if (!detail::is_torch_counter_name(name) || slot >= detail::torch_counters) {
-        return false;
+    if (!detail::is_torch_counter_name(name)) {
+        return 0;
     }
     const auto file =
         shm::descriptor::from_native(::shm_open(name.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0));
     struct stat info {};
     if (!file || ::fstat(file.native_handle(), &info) != 0 || !S_ISREG(info.st_mode) ||
         info.st_size < static_cast<off_t>(bytes)) {
-        return false;
+        return 0;
     }
     void* const mapped =
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.native_handle(), 0);
     if (mapped == MAP_FAILED) {
-        return false;
+        return 0;
     }
     auto* const counters = reinterpret_cast<std::int64_t*>(static_cast<std::byte*>(mapped) + begin);
-    const std::atomic_ref counter{counters[slot]};
-    auto readers = counter.load(std::memory_order_acquire);
-    while (readers > 0 &&
-           !counter.compare_exchange_weak(readers, readers - 1, std::memory_order_acq_rel)) {
+    std::size_t fallen = 0;
+    for (const auto slot : slots) {
+        if (slot >= detail::torch_counters) {
+            continue;
+        }
+        const std::atomic_ref counter{counters[slot]};
+        auto readers = counter.load(std::memory_order_acquire);
+        while (readers > 0 &&
+               !counter.compare_exchange_weak(readers, readers - 1, std::memory_order_acq_rel)) {
+        }
+        fallen += readers > 0 ? 1 : 0;
     }
     ::munmap(mapped, bytes);
-    return readers > 0;
+    return fallen;
 }
 
 }  // namespace weightwire

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -123,10 +125,16 @@ struct cuda_ipc_calls {
     return *exports;
 }
 
-/// What this process has open of others: likewise.
-[[nodiscard]] inline ipc_imports<cuda_ipc_calls>& open_imports() {
-    static auto* const imports = new ipc_imports<cuda_ipc_calls>;
-    return *imports;
+/// What this process has open of others for `device`: likewise. A book a device, since a close may
+/// wait for its device, and others need not.
+[[nodiscard]] inline ipc_imports<cuda_ipc_calls>& open_imports(int device) {
+    struct books {
+        std::mutex mutex{};
+        std::map<int, ipc_imports<cuda_ipc_calls>> of{};
+    };
+    static auto* const all = new books;
+    const std::lock_guard lock{all->mutex};
+    return all->of.try_emplace(device).first->second;
 }
 
 /// Lets kernels of `device` read memory of `other`, as an import does by itself.
@@ -237,22 +245,45 @@ namespace detail {
             return std::move(*own);
         }
     }
-    return detail::open_imports().open(device, from, what);
+    return detail::open_imports(device).open(device, from, what);
 }
 
-/// Work given to `on` from now on starts after the point that another process last recorded in the
-/// event of this handle. The host does not wait; the device waits for that process's work.
-/// @param on a stream of `device`.
-/// @throws protocol_error the handle is none.
-inline void wait_for_foreign_event(int device, stream_ref on, std::span<const std::byte> handle) {
-    const auto native = detail::handle_from<cudaIpcEventHandle_t>(handle);
-    const device_guard guard{device};
-    cudaEvent_t opened = nullptr;
-    detail::check_opened(cudaIpcOpenEventHandle(&opened, native), "cudaIpcOpenEventHandle");
-    const cudaError_t status = cudaStreamWaitEvent(on.native_handle(), opened, 0);
-    static_cast<void>(cudaEventDestroy(opened));  // the wait that was queued stays
-    check(status, "cudaStreamWaitEvent");
-}
+/// An event of another process, to be asked. No work on a device waits for it: it may be reached
+/// late or never, and nothing would end that wait.
+class foreign_event {
+public:
+    /// @throws protocol_error the handle is none.
+    foreign_event(int device, std::span<const std::byte> handle) : device_{device} {
+        const auto native = detail::handle_from<cudaIpcEventHandle_t>(handle);
+        const device_guard guard{device};
+        detail::check_opened(cudaIpcOpenEventHandle(&opened_, native), "cudaIpcOpenEventHandle");
+    }
+    foreign_event(foreign_event&& other) noexcept
+        : device_{other.device_}, opened_{std::exchange(other.opened_, nullptr)} {}
+    foreign_event& operator=(foreign_event&&) = delete;
+    ~foreign_event() {
+        if (opened_ != nullptr) {
+            static_cast<void>(cudaEventDestroy(opened_));
+        }
+    }
+
+    /// Whether the point that the other process last recorded in it was reached.
+    /// @throws resource_error the device has failed.
+    [[nodiscard]] bool is_done() const {
+        const device_guard guard{device_};
+        const cudaError_t status = cudaEventQuery(opened_);
+        if (status == cudaErrorNotReady) {
+            static_cast<void>(cudaGetLastError());
+            return false;
+        }
+        check(status, "cudaEventQuery");
+        return true;
+    }
+
+private:
+    int device_;
+    cudaEvent_t opened_ = nullptr;
+};
 
 /// The UUID of a device as torch spells it: lower-case hexadecimal 8-4-4-4-12, without a prefix.
 /// @throws resource_error, unsupported_error there is no such device.

@@ -26,7 +26,7 @@
 #include <weightwire/nccl_api/element.hpp>
 #include <weightwire/nccl_api/error.hpp>
 #include <weightwire/nccl_api/library.hpp>
-#include <weightwire/nccl_api/lost_devices.hpp>
+#include <weightwire/gpu/lost_devices.hpp>
 #include <weightwire/nccl_api/nccl.hpp>
 
 /// @file
@@ -358,7 +358,7 @@ inline void communicator::abort() noexcept {
     const ncclComm_t native = std::exchange(held_->native, nullptr);
     if (!detail::abort_within(used_, native, abort_bound)) {
         lost_ = true;
-        lost_devices::note(held_->device);
+        gpu::lost_devices::note(held_->device);
         static_cast<void>(held_.release());  // on purpose: see resources
     }
 }

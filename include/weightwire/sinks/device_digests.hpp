@@ -133,7 +133,11 @@ private:
 /// since rounds repeat: those of both storages of a `flip` table, and a snapshot's.
 class device_digests {
 public:
-    explicit device_digests(int device) : device_{device}, stream_{device} {}
+    /// @param most lists that are kept.
+    explicit device_digests(int device, std::size_t most = 4)
+        : device_{device}, stream_{device}, most_{most} {}
+    /// Keeps more lists from now on.
+    void reserve(std::size_t most) noexcept { most_ = std::max(most_, most); }
 
     /// @throws timeout_error, cancelled_error the digests were not ready in time.
     /// @throws resource_error no memory for the tables, or the device failed.
@@ -161,14 +165,13 @@ public:
 
 private:
     [[nodiscard]] const device_digest_list& list_of(std::span<const tensor_view> tensors) {
-        constexpr std::size_t most = 4;
         const auto found =
             std::find_if(lists_.begin(), lists_.end(),
                          [&](const device_digest_list& each) { return each.fits(tensors); });
         if (found != lists_.end()) {
             return *found;
         }
-        if (lists_.size() == most) {
+        if (lists_.size() >= most_) {
             stream_.synchronize();  // a launch that was not waited for may still use its tables
             lists_.pop_front();
         }
@@ -177,6 +180,7 @@ private:
 
     int device_;
     gpu::stream stream_;
+    std::size_t most_;
     std::mutex mutex_;
     std::deque<device_digest_list> lists_;
 };

@@ -48,6 +48,7 @@ public:
     using stream = gpu::stream;
     using event = gpu::event;
     using mapping = gpu::ipc_mapping;
+    using foreign_event = gpu::foreign_event;
 
     /// Groups of moves, each one launch.
     class copy_plan {
@@ -146,6 +147,11 @@ public:
                                    .bytes = one.bytes,
                                    .buffer_id = one.buffer_id};
     }
+    [[nodiscard]] bool is_current(const exported_allocation& known) {
+        const gpu::device_guard guard{device_};
+        const auto now = gpu::allocation_of(reinterpret_cast<const void*>(known.base));  // NOLINT
+        return now.base == known.base && now.buffer_id == known.buffer_id;
+    }
     [[nodiscard]] buffer allocate_exportable(std::size_t bytes) { return {device_, bytes}; }
     [[nodiscard]] pinned_buffer allocate_pinned(std::size_t bytes) { return pinned_buffer{bytes}; }
 
@@ -162,14 +168,15 @@ public:
             // process that has ended.
             if (!refused.context().operation.empty() && is_gone(from)) {
                 throw peer_error{"the process that exported the memory, " +
-                                     std::to_string(from.pid) + ", has ended; restart it",
+                                     std::to_string(from.pid) +
+                                     ", has ended, or cannot be seen from here; restart it",
                                  refused.context()};
             }
             throw;
         }
     }
-    void make_foreign_wait(stream& later, std::span<const std::byte> event_handle) {
-        gpu::wait_for_foreign_event(device_, later, event_handle);
+    [[nodiscard]] foreign_event open_foreign_event(std::span<const std::byte> handle) {
+        return {device_, handle};
     }
 
     [[nodiscard]] stream make_stream() { return stream{device_}; }
@@ -181,10 +188,6 @@ public:
     /// @param users a `cudaStream_t` of any device.
     void record_after(event& point, void* users) {
         relay_.record_after(point, gpu::stream_ref{static_cast<cudaStream_t>(users)});
-    }
-    void make_wait(const stream& later, const event& point) {
-        const gpu::device_guard guard{device_};
-        point.make_wait(later);
     }
     /// @param users a `cudaStream_t` of any device.
     void make_source_wait(void* users, const event& point) {
@@ -209,13 +212,18 @@ public:
         std::span<const std::vector<conversion>> groups) {
         return {device_, groups, uploads_};
     }
+    /// Before the first round: kernels are not loaded beside others.
+    void prepare_digests(std::size_t lists) {
+        if (!digests_) {
+            digests_ = std::make_unique<weightwire::detail::device_digests>(device_);
+        }
+        digests_->reserve(lists);
+    }
     /// @throws usage_error a tensor that is not on this device.
     /// @throws timeout_error, cancelled_error the digests were not ready in time.
     void digests(std::span<const tensor_view> tensors, std::span<std::uint64_t> results,
                  deadline until, const std::stop_token& stop) {
-        if (!digests_) {
-            digests_ = std::make_unique<weightwire::detail::device_digests>(device_);
-        }
+        prepare_digests(1);
         digests_->compute(tensors, results, until, stop);
     }
 

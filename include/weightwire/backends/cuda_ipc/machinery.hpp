@@ -65,13 +65,16 @@ concept HasMachineIdentity = std::constructible_from<M, int> && requires(const M
 };
 
 /// Memory to export. `export_of` finds the allocation that holds `[address, address + bytes)`, or
-/// says in words why no process can open it. It is asked before anything is exported.
+/// says in words why no process can open it. It is asked before anything is exported. `is_current`
+/// says whether an export is still of the memory that is at its address now.
 template <class M>
-concept HasMachineExports = requires(M& machine, const std::byte* address, std::size_t bytes) {
+concept HasMachineExports = requires(M& machine, const std::byte* address, std::size_t bytes,
+                                     const exported_allocation& known) {
     { M::near_memory } -> std::convertible_to<memory_kind>;
     {
         machine.export_of(address, bytes)
     } -> std::same_as<std::variant<exported_allocation, std::string>>;
+    { machine.is_current(known) } -> std::same_as<bool>;
     { machine.allocate_exportable(bytes) } -> std::same_as<typename M::buffer>;
     { machine.allocate_pinned(bytes) } -> std::same_as<typename M::pinned_buffer>;
     requires std::default_initializable<typename M::buffer> && std::movable<typename M::buffer>;
@@ -91,17 +94,18 @@ concept HasMachineExports = requires(M& machine, const std::byte* address, std::
 /// @throws protocol_error bytes that are no handle. @throws peer_error the exporter is gone, or
 /// freed the memory. @throws unsupported_error memory of a device that this one cannot reach.
 template <class M>
-concept HasMachineImports = requires(M& machine, const exporter& from,
-                                     const exported_allocation& allocation,
-                                     typename M::stream& stream, std::span<const std::byte> event) {
+concept HasMachineImports = requires(
+    M& machine, const exporter& from, const exported_allocation& allocation,
+    const typename M::foreign_event& foreign, std::span<const std::byte> event) {
     { machine.open(from, allocation) } -> std::same_as<typename M::mapping>;
     requires std::default_initializable<typename M::mapping> && std::movable<typename M::mapping>;
     requires requires(const typename M::mapping& mapping) {
         { mapping.data() } -> std::same_as<const std::byte*>;
         { mapping.size() } -> std::convertible_to<std::uint64_t>;
     };
-    // Work given to `stream` from now on starts after another process's event (64 bytes).
-    machine.make_foreign_wait(stream, event);
+    // Another process's event (64 bytes), to be asked whether it was reached.
+    { machine.open_foreign_event(event) } -> std::same_as<typename M::foreign_event>;
+    { foreign.is_done() } -> std::same_as<bool>;
 };
 
 /// Queues of work, and points in them. Nothing here waits. An event that was never recorded has
@@ -114,7 +118,6 @@ concept HasMachineStreams =
         { machine.make_event() } -> std::same_as<typename M::event>;
         machine.record(event, stream);
         machine.record_after(event, users);
-        machine.make_wait(stream, event);
         machine.make_source_wait(users, event);
         { machine.is_done(event) } -> std::same_as<bool>;
         { M::is_idle(stream) } -> std::same_as<bool>;
@@ -139,6 +142,8 @@ concept HasMachineCopies =
         { machine.make_conversions(unlike) } -> std::same_as<typename M::conversion_plan>;
         converts.launch(number, stream);
         { converts.table_bytes() } -> std::convertible_to<std::size_t>;
+        // Ready for digests of so many lists of tensors again and again.
+        machine.prepare_digests(number);
         // The digest of each tensor's bytes; waits for them.
         machine.digests(tensors, digests, until, stop);
     };

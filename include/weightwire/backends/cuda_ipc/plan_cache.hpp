@@ -22,7 +22,7 @@ namespace weightwire::cuda_ipc::detail {
 [[nodiscard]] inline bool moves_in_runs(const mutable_tensor_view& to, const tensor_view& from) {
     constexpr std::uint64_t few = 64;
     constexpr std::uint64_t most = std::uint64_t{1} << 18U;
-    constexpr std::uint64_t long_run = 64;  // bytes
+    constexpr std::uint64_t long_run = 256;  // bytes; a table takes some 24 a run
     if (to.is_contiguous() && from.is_contiguous()) {
         return true;
     }

@@ -25,6 +25,7 @@
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/fabrics/pinned_bounce.hpp>
+#include <weightwire/gpu/lost_devices.hpp>
 #include <weightwire/wire/ipc_handles.hpp>
 
 /// @file
@@ -62,7 +63,7 @@ public:
     /// Lets go of the trainer's memory.
     void release() noexcept;
     /// Whether memory on this device may be written at any later time: copies could not be ended.
-    [[nodiscard]] bool lost() const noexcept { return detail::stuck_devices::has(context_.device); }
+    [[nodiscard]] bool lost() const noexcept { return gpu::lost_devices::has(context_.device); }
 
     /// What was opened.
     [[nodiscard]] std::string description() const;
@@ -121,6 +122,7 @@ private:
                                                             receiving& at);
     [[nodiscard]] const std::byte* open_foreign(const wire::ipc_tensor& tensor, std::uint64_t bytes,
                                                 receiving& at);
+    void await_foreign(const wire::ipc_tensor& tensor, receiving& at);
     void let_go_of_foreign() noexcept;
     void map_places(const transport_message& message, const memory_export& chosen);
     [[nodiscard]] tensor_view view_of(std::size_t i, const typename M::mapping& in,
@@ -131,7 +133,7 @@ private:
     void copy_all(std::span<const tensor_view> sources, receiving& at);
     void copy_one_by_one(std::span<const tensor_view> sources, receiving& at);
     [[nodiscard]] mutable_tensor_view open_destination(const tensor_view& from, receiving& at);
-    void add(const mutable_tensor_view& to, const tensor_view& from);
+    void add(const mutable_tensor_view& to, const tensor_view& from, const receiving& at);
     void launch_added();
     void launch(std::size_t begin, std::size_t end, receiving& at);
     void to_host(const mutable_tensor_view& to, const tensor_view& from, receiving& at);
@@ -159,7 +161,9 @@ private:
     // Of a vLLM trainer.
     std::optional<bool> packed_at_init_;
     std::map<std::string, std::size_t, std::less<>> opened_;  ///< handle to index of its mapping
-    std::vector<std::pair<std::string, std::uint64_t>> counters_;  ///< of exports not yet released
+    /// torch's counters of the exports of the call: the slots in each file.
+    std::map<std::string, std::vector<std::uint64_t>> counters_;
+    std::optional<std::array<std::byte, wire::ipc_handle_bytes>> last_event_;  ///< waited for
     // Of the call under way; kept, so that a round allocates nothing.
     std::vector<byte_move> moves_;
     std::vector<conversion> conversions_;

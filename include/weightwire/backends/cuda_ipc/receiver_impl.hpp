@@ -53,7 +53,7 @@ void basic_receiver<M>::come_to_rest() noexcept {
         detail::poll_until([&] { return gear_->is_idle(); }, deadline::after(bound), {},
                            [] { return error_context{}; });
     } catch (const std::exception&) {
-        detail::stuck_devices::add(context_.device);
+        gpu::lost_devices::note(context_.device);
     }
 }
 
@@ -101,7 +101,7 @@ void basic_receiver<M>::copy_all(std::span<const tensor_view> sources, receiving
         if (to.data() == nullptr || sources[i].byte_size() == 0) {
             report(i, at);
         } else if (to.device().kind == M::near_memory) {
-            add(to, sources[i]);
+            add(to, sources[i], at);
             gathered += sources[i].byte_size();
         } else {
             to_host(to, sources[i], at);
@@ -127,7 +127,7 @@ void basic_receiver<M>::copy_one_by_one(std::span<const tensor_view> sources, re
         } else if (to.device().kind == M::near_memory) {
             moves_.clear();
             conversions_.clear();
-            add(to, from);
+            add(to, from, at);
             launch_added();
             machine_->record(gear_->mark, gear_->copies);
             wait_for(gear_->mark, at);
@@ -177,7 +177,14 @@ mutable_tensor_view basic_receiver<M>::open_destination(const tensor_view& from,
 
 /// Long runs of bytes are moved, anything else is converted element by element.
 template <Machinery M>
-void basic_receiver<M>::add(const mutable_tensor_view& to, const tensor_view& from) {
+void basic_receiver<M>::add(const mutable_tensor_view& to, const tensor_view& from,
+                            const receiving& at) {
+    if (item_bits(from.type()) % 8 != 0 && !(to.is_contiguous() && from.is_contiguous())) {
+        throw unsupported_error{
+            "this tensor has elements of no whole bytes, with gaps between them at the trainer or "
+            "here; give it a contiguous layout",
+            context_of(at)};
+    }
     if (to.type() != from.type() || !detail::moves_in_runs(to, from)) {
         conversions_.push_back({to, from});
         return;

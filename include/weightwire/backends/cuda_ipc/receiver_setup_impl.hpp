@@ -59,7 +59,9 @@ void basic_receiver<M>::open_native(const transport_open& init, deadline until,
     gear_->mappings.reserve(chosen.allocations.size());
     for (const auto& allocation : chosen.allocations) {
         detail::check_time(until, stop, [&] { return at_phase(phase::init); });
-        gear_->mappings.push_back(machine_->open(chosen.owner, allocation));
+        gear_->mappings.push_back(
+            detail::saying_where([&] { return machine_->open(chosen.owner, allocation); },
+                                 [&] { return at_phase(phase::init); }));
     }
     map_places(message, chosen);
     // Two places a launch for a sink that alternates, and each call may end with a short one.
@@ -142,7 +144,7 @@ tensor_view basic_receiver<M>::view_of(std::size_t i, const typename M::mapping&
 template <Machinery M>
 void basic_receiver<M>::release() noexcept {
     if (!detail::free_when_idle(std::move(gear_))) {
-        detail::stuck_devices::add(context_.device);
+        gpu::lost_devices::note(context_.device);
     }
     gear_ = nullptr;
     sources_.clear();
@@ -152,6 +154,7 @@ void basic_receiver<M>::release() noexcept {
     packed_at_init_.reset();
     opened_.clear();
     counters_.clear();
+    last_event_.reset();
 }
 
 template <Machinery M>

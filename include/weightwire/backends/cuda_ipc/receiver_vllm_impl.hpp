@@ -15,6 +15,11 @@ namespace weightwire::cuda_ipc {
 template <Machinery M>
 void basic_receiver<M>::open_vllm(const transport_open& init) {
     packed_at_init_ = wire::decode_ipc_init(init.wire_parameters);
+    // How many calls and launches a round has is not known before it: those of a packed model of a
+    // terabyte, in two places.
+    constexpr std::size_t enough = 4096;
+    gear_->copy_plans.reserve(enough);
+    gear_->conversion_plans.reserve(enough);
     chosen_ = "which a vLLM trainer names in every update";
 }
 
@@ -31,10 +36,17 @@ std::span<const tensor_view> basic_receiver<M>::vllm_sources(const update_messag
         list.push_back(at.target.parameter(i));
     }
     const manifest parameters{std::move(list)};
+    const auto gpu = machine_->gpu();
+    // All of them, before anything can fail: an export that is not counted down is kept for ever.
+    for (const auto& entry : update.handles.entries) {
+        const auto mine = std::ranges::find(entry, gpu, &wire::ipc_entry::value_type::first);
+        if (mine != entry.end() && !mine->second.ref_counter.empty()) {
+            counters_[mine->second.ref_counter].push_back(mine->second.ref_slot);
+        }
+    }
     wire::require_ipc_update_fits(update, parameters);
     sources_.clear();
     opened_.clear();
-    const auto gpu = machine_->gpu();
     if (update.handles.packed) {
         const auto& buffer = wire::ipc_tensor_for(update.handles.entries.front(), gpu);
         const auto* from = open_foreign(buffer, parameters.total_bytes(), at);
@@ -60,16 +72,15 @@ std::span<const tensor_view> basic_receiver<M>::vllm_sources(const update_messag
 template <Machinery M>
 const std::byte* basic_receiver<M>::open_foreign(const wire::ipc_tensor& tensor,
                                                  std::uint64_t bytes, receiving& at) {
-    if (!tensor.ref_counter.empty()) {
-        counters_.emplace_back(tensor.ref_counter, tensor.ref_slot);
-    }
     if (bytes == 0 || tensor.handle.empty()) {
         return nullptr;
     }
     detail::check_time(at.until, at.stop, [&] { return context_of(at); });
     auto known = opened_.find(tensor.handle);
     if (known == opened_.end()) {
-        gear_->mappings.push_back(machine_->open({}, {.handle = tensor.handle}));
+        gear_->mappings.push_back(
+            detail::saying_where([&] { return machine_->open({}, {.handle = tensor.handle}); },
+                                 [&] { return context_of(at); }));
         known = opened_.emplace(tensor.handle, gear_->mappings.size() - 1).first;
     }
     const auto& mapping = gear_->mappings[known->second];
@@ -80,10 +91,22 @@ const std::byte* basic_receiver<M>::open_foreign(const wire::ipc_tensor& tensor,
                                  ", past whose end it reaches",
                              context_of(at)};
     }
-    if (tensor.event_sync) {
-        machine_->make_foreign_wait(gear_->copies, tensor.event);
-    }
+    await_foreign(tensor, at);
     return mapping.data() + offset;
+}
+
+/// The tensor is valid once an event of the trainer was reached. torch's exports of one moment
+/// share it or follow one another, so that the wait is for the first.
+template <Machinery M>
+void basic_receiver<M>::await_foreign(const wire::ipc_tensor& tensor, receiving& at) {
+    if (!tensor.event_sync || tensor.event == last_event_) {
+        return;
+    }
+    const auto event = detail::saying_where(
+        [&] { return machine_->open_foreign_event(tensor.event); }, [&] { return context_of(at); });
+    detail::poll_until([&] { return event.is_done(); }, at.until, at.stop,
+                       [&] { return context_of(at); });
+    last_event_ = tensor.event;
 }
 
 /// The trainer may use its memory again: nothing of this call reads it any more.
@@ -92,11 +115,12 @@ void basic_receiver<M>::let_go_of_foreign() noexcept {
     if (parameters_ != nullptr || gear_ == nullptr || lost()) {
         return;
     }
-    for (const auto& [name, slot] : counters_) {
-        static_cast<void>(release_torch_counter(name, slot));
+    for (const auto& [name, slots] : counters_) {
+        static_cast<void>(release_torch_counters(name, slots));
     }
     counters_.clear();
     opened_.clear();
+    last_event_.reset();
     gear_->mappings.clear();
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -127,13 +128,17 @@ private:
         const plan::ipc_call& call;
         deadline until;
         std::stop_token stop;
-        std::size_t position = 0;  ///< in the manifest, of the tensor under way
-        void* pending = nullptr;   ///< stream of tensors that are not yet waited for
+        std::size_t position = 0;       ///< in the manifest, of the tensor under way
+        void* pending = nullptr;        ///< stream of tensors that are not yet waited for
+        std::size_t pending_since = 0;  ///< position of the first of them
         std::uint64_t staged_bytes = 0;
     };
 
     void export_own(const sender_context& context);
-    [[nodiscard]] std::string why_staged(std::size_t i, memory_export& own);
+    /// Index of each allocation by base and buffer id.
+    using known_allocations = std::map<std::pair<std::uint64_t, std::uint64_t>, std::uint32_t>;
+    [[nodiscard]] std::string why_staged(std::size_t i, memory_export& own,
+                                         known_allocations& seen);
     void make_ring(bool all_may_pass);
     void choose_plan(std::optional<plan::broadcast_layout> layout);
     void adopt_others(const sender_context& context);
@@ -150,8 +155,9 @@ private:
     [[nodiscard]] named_tensor take(staging& at, std::size_t position);
     void check_stable(const named_tensor& entry, const staging& at) const;
     void place_in_ring(const named_tensor& entry, std::byte* to, staging& at);
-    void follow(void* producer, staging& at);
-    void follow_pending(staging& at);
+    void note_pending(void* producer, staging& at);
+    void await_pending(staging& at);
+    void require_current();
     void wait_for(typename M::event& point, const staging& at);
     void digest_part(const plan::ipc_call& call, const staging& at);
 

@@ -60,6 +60,9 @@ void basic_sender<M>::stage_part(std::size_t part, tensor_stream& stream, deadli
                .position = parts_[part].first};
     try {
         detail::check_time(until, stop, [&] { return context_of(at); });
+        if (part == 0) {
+            require_current();
+        }
         if (plan_->reordered() && part == 0) {
             walk_ahead(at);
         }
@@ -72,15 +75,12 @@ void basic_sender<M>::stage_part(std::size_t part, tensor_stream& stream, deadli
             const bool staged = call.offsets[k] != plan::ipc_plan::in_place;
             if (!staged || (stable_ && is_near(entry.tensor))) {
                 gathers = gathers || staged;
-                if (entry.ready_stream != at.pending) {
-                    follow_pending(at);
-                    at.pending = entry.ready_stream;
-                }
+                note_pending(entry.ready_stream, at);
             } else {
                 place_in_ring(entry, ring_at(call, k), at);
             }
         }
-        follow_pending(at);
+        await_pending(at);
         if (gathers && gear_->gathers) {
             gear_->gathers->launch(part, gear_->copies);
         }
@@ -117,14 +117,9 @@ void basic_sender<M>::walk_ahead(staging& at) {
             throw data_error{"the source ended before this tensor", context_of(at)};
         }
         check_stable(*entry, at);
-        if (entry->ready_stream != at.pending) {
-            follow_pending(at);
-            at.pending = entry->ready_stream;
-        }
+        note_pending(entry->ready_stream, at);
     }
-    follow_pending(at);
-    machine_->record(gear_->mark, gear_->copies);
-    wait_for(gear_->mark, at);
+    await_pending(at);
 }
 
 template <Machinery M>
@@ -162,7 +157,8 @@ void basic_sender<M>::place_in_ring(const named_tensor& entry, std::byte* to, st
     const auto& tensor = entry.tensor;
     at.staged_bytes += tensor.byte_size();
     if (tensor.device().kind == M::near_memory) {
-        follow(entry.ready_stream, at);
+        note_pending(entry.ready_stream, at);
+        await_pending(at);
         weightwire::detail::each_byte_run(
             tensor, weightwire::detail::most_copied_runs, [&] { return context_of(at); },
             [&](const std::byte* from, std::uint64_t bytes) {
@@ -179,10 +175,8 @@ void basic_sender<M>::place_in_ring(const named_tensor& entry, std::byte* to, st
         }
         return;
     }
-    if (entry.ready_stream != nullptr) {
-        machine_->record_after(gear_->mark, entry.ready_stream);
-        wait_for(gear_->mark, at);
-    }
+    note_pending(entry.ready_stream, at);
+    await_pending(at);
     // `read` is of the tensor that the stream gave last, so not of one sent out of order.
     const bool may_read = !plan_->reordered();
     gear_->bounce.to_device(
@@ -195,18 +189,49 @@ void basic_sender<M>::place_in_ring(const named_tensor& entry, std::byte* to, st
         [&](typename M::event& point) { wait_for(point, at); });
 }
 
-/// Copies wait for what was given to `producer` so far.
+/// The tensor at the position becomes valid on `producer`.
 template <Machinery M>
-void basic_sender<M>::follow(void* producer, staging& /*at*/) {
-    if (producer != nullptr) {
-        machine_->record_after(gear_->mark, producer);
-        machine_->make_wait(gear_->copies, gear_->mark);
+void basic_sender<M>::note_pending(void* producer, staging& at) {
+    if (producer != at.pending) {
+        await_pending(at);
+        at.pending = producer;
+        at.pending_since = at.position;
     }
 }
 
+/// The host waits for what was given to the pending stream so far. A wait on the device would leave
+/// our stream, and the ring with it, to a stream of the user's that hangs.
 template <Machinery M>
-void basic_sender<M>::follow_pending(staging& at) {
-    follow(std::exchange(at.pending, nullptr), at);
+void basic_sender<M>::await_pending(staging& at) {
+    if (auto* const producer = std::exchange(at.pending, nullptr); producer != nullptr) {
+        const auto position = std::exchange(at.position, at.pending_since);
+        machine_->record_after(gear_->mark, producer);
+        wait_for(gear_->mark, at);
+        at.position = position;
+    }
+}
+
+/// What was exported is what is there: another allocation at the same address would be read by
+/// nobody, and the weights of before would be sent.
+template <Machinery M>
+void basic_sender<M>::require_current() {
+    for (std::uint32_t k = 0; k < own_->allocations.size(); ++k) {
+        if (k == own_->ring || machine_->is_current(own_->allocations[k])) {
+            continue;
+        }
+        std::size_t i = 0;
+        while (i < own_->places.size() && own_->places[i].allocation != k) {
+            ++i;
+        }
+        throw data_error{
+            "the memory of this tensor was freed and allocated anew since it was exported, though "
+            "the source promised that it stays; make the engine anew (trainer_init) when weights "
+            "move",
+            {.phase = phase::update,
+             .tensor = i < own_->places.size() ? (*parameters_)[i].name : std::string{},
+             .backend = "ipc",
+             .rank = info_.rank}};
+    }
 }
 
 template <Machinery M>

@@ -70,6 +70,7 @@ void basic_sender<M>::export_own(const sender_context& context) {
     const auto self = shm::this_process();
     memory_export own{.gpu = machine_->gpu(), .owner = self};
     own.places.resize(parameters_->size());
+    known_allocations seen;
     staged_.assign(parameters_->size(), 0);
     staged_count_ = 0;
     reason_.clear();
@@ -77,7 +78,7 @@ void basic_sender<M>::export_own(const sender_context& context) {
         if ((*parameters_)[i].byte_size() == 0) {
             continue;
         }
-        auto why = why_staged(i, own);
+        auto why = why_staged(i, own, seen);
         if (why.empty()) {
             continue;
         }
@@ -92,7 +93,8 @@ void basic_sender<M>::export_own(const sender_context& context) {
 
 /// Why tensor `i` cannot be read in place, in words; empty where it can, and its place is in `own`.
 template <Machinery M>
-std::string basic_sender<M>::why_staged(std::size_t i, memory_export& own) {
+std::string basic_sender<M>::why_staged(std::size_t i, memory_export& own,
+                                        known_allocations& seen) {
     if (info_.packed) {
         return "packed was asked for";
     }
@@ -117,17 +119,17 @@ std::string basic_sender<M>::why_staged(std::size_t i, memory_export& own) {
     }
     auto& allocation = std::get<exported_allocation>(found);
     place where{.offset = reinterpret_cast<std::uint64_t>(tensor.data()) - allocation.base};
-    // Neighbours in a list are neighbours in memory: the last one is looked at first.
-    const auto last = std::find(own.allocations.rbegin(), own.allocations.rend(), allocation);
-    if (last == own.allocations.rend()) {
+    const std::pair key{allocation.base, allocation.buffer_id};
+    if (const auto known = seen.find(key); known != seen.end()) {
+        where.allocation = known->second;
+    } else {
         if (own.allocations.size() + 1 == most_allocations) {  // one is for the ring
             return "the weights lie in more than " + std::to_string(most_allocations) +
                    " allocations";
         }
+        where.allocation = static_cast<std::uint32_t>(own.allocations.size());
+        seen.emplace(key, where.allocation);
         own.allocations.push_back(std::move(allocation));
-        where.allocation = static_cast<std::uint32_t>(own.allocations.size() - 1);
-    } else {
-        where.allocation = static_cast<std::uint32_t>(own.allocations.rend() - last - 1);
     }
     if (!tensor.is_contiguous()) {
         where.strides.assign(
@@ -151,7 +153,7 @@ void basic_sender<M>::make_ring(bool all_may_pass) {
     std::uint64_t largest = 0;
     for (std::size_t i = 0; i < parameters_->size(); ++i) {
         if (staged_[i] != 0 || all_may_pass || to_vllm_) {
-            total += (*parameters_)[i].byte_size();
+            total += (*parameters_)[i].byte_size() + plan::ipc_plan::alignment;
             largest = std::max(largest, (*parameters_)[i].byte_size());
         }
     }
@@ -199,14 +201,6 @@ void basic_sender<M>::adopt_others(const sender_context& context) {
                     where};
             }
         }
-        const bool ring = theirs.ring != place::none;
-        if (ring != (own_->ring != place::none) ||
-            (ring && theirs.allocations[theirs.ring].bytes != own_->allocations.back().bytes)) {
-            throw usage_error{
-                "the trainer ranks' rings differ in size; give all ranks the same "
-                "packed_buffer_size_bytes and packed_num_buffers",
-                where};
-        }
         exports_.push_back(std::move(theirs));
     }
 }
@@ -228,6 +222,9 @@ void basic_sender<M>::choose_plan(std::optional<plan::broadcast_layout> layout) 
     }
     make_gathers();
     make_parts();
+    if (info_.verify) {
+        machine_->prepare_digests(parts_.size());
+    }
 }
 
 /// The tables stay on the device for all rounds: a launch sends nothing but its number. Each call
@@ -236,6 +233,7 @@ template <Machinery M>
 void basic_sender<M>::make_gathers() {
     gear_->gathers.reset();
     gear_->conversions.reset();
+    gear_->bounce_needed = false;
     std::vector<std::vector<byte_move>> groups;
     std::vector<std::vector<conversion>> unlike;
     bool any_moves = false;
@@ -256,6 +254,11 @@ void basic_sender<M>::make_gathers() {
             auto* to = ring_at(call, k);
             const mutable_tensor_view place{to, tensors_[i].type(), tensors_[i].extents(),
                                             tensors_[i].device()};
+            if (item_bits(tensors_[i].type()) % 8 != 0) {
+                weightwire::detail::require_runs(tensors_[i], 0, [&] {
+                    return at_init((*parameters_)[i].name);
+                });  // not contiguous, it lies in no whole bytes
+            }
             if (!detail::moves_in_runs(place, tensors_[i])) {
                 unlike.back().push_back({place, tensors_[i]});
                 any_unlike = true;
@@ -325,6 +328,7 @@ std::string basic_sender<M>::shared_plan() const {
     wire::json_writer out{text};
     out.begin_object().key("packed").boolean(packed_).key("to_vllm").boolean(to_vllm_);
     out.key("may_split").boolean(may_split_);
+    out.key("buffers").integer(slots_).key("buffer_bytes").integer(slot_bytes_);
     out.key("order").integer(static_cast<int>(plan_->layout().order));
     out.key("calls").begin_array();
     for (const auto begin : plan_->layout().call_begins) {
@@ -338,7 +342,16 @@ template <Machinery M>
 void basic_sender<M>::adopt_plan(std::string_view text) {
     const wire::json_document document{text, "cuda_ipc plan of trainer rank 0", phase::init};
     const auto root = document.root();
-    root.allow_only({"packed", "to_vllm", "may_split", "order", "calls"});
+    root.allow_only(
+        {"packed", "to_vllm", "may_split", "buffers", "buffer_bytes", "order", "calls"});
+    if (root.at("buffers").natural() != slots_ ||
+        root.at("buffer_bytes").natural() != slot_bytes_) {
+        throw usage_error{"this trainer rank's ring has " + std::to_string(slots_) +
+                              " buffers of " + std::to_string(slot_bytes_) +
+                              " bytes, which is not what rank 0's has; give all ranks the same "
+                              "packed_buffer_size_bytes and packed_num_buffers",
+                          at_init()};
+    }
     packed_ = root.at("packed").boolean();
     to_vllm_ = root.at("to_vllm").boolean();
     may_split_ = root.at("may_split").boolean();

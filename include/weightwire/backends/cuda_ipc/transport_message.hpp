@@ -110,8 +110,8 @@ inline void write(wire::json_writer& out, const place& value) {
 inline void write(wire::json_writer& out, const exported_allocation& value) {
     std::string handle;
     wire::append_base64(handle, std::as_bytes(std::span{value.handle}));
-    out.begin_object().key("handle").string(handle).key("base").integer(value.base);
-    out.key("bytes").integer(value.bytes).key("buffer_id").integer(value.buffer_id).end_object();
+    out.begin_array().string(handle).integer(value.base).integer(value.bytes);
+    out.integer(value.buffer_id).end_array();
 }
 
 inline void write(wire::json_writer& out, const memory_export& value) {
@@ -168,16 +168,21 @@ inline void write(wire::json_writer& out, const memory_export& value) {
 
 /// Only whether it is an allocation; whether it tells the truth is found out when it is opened.
 [[nodiscard]] inline exported_allocation read_allocation(const wire::json_value& value) {
-    value.allow_only({"handle", "base", "bytes", "buffer_id"});
-    const auto text = value.at("handle");
+    if (value.count() != 4) {
+        value.fail("expected [handle, base, bytes, buffer id]");
+    }
+    auto at = value.items().begin();
+    const auto text = *at;
     const auto handle = wire::decode_base64(text.string());
     if (!handle || handle->empty() || handle->size() > longest_handle) {
         text.fail("expected the base64 text of a handle of 1 to 256 bytes");
     }
-    return {.handle = {reinterpret_cast<const char*>(handle->data()), handle->size()},
-            .base = value.at("base").natural(),
-            .bytes = value.at("bytes").natural(),
-            .buffer_id = value.at("buffer_id").natural()};
+    exported_allocation result{
+        .handle = {reinterpret_cast<const char*>(handle->data()), handle->size()}};
+    result.base = (*++at).natural();
+    result.bytes = (*++at).natural();
+    result.buffer_id = (*++at).natural();
+    return result;
 }
 
 [[nodiscard]] inline memory_export read_export(const wire::json_value& value) {

@@ -4,29 +4,20 @@
 #include <chrono>
 #include <exception>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <stop_token>
 #include <thread>
 
+#include <weightwire/core/check_time.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/core/failure.hpp>
 
 /// @file
 /// Waiting for a device without a blocking call, and what becomes of memory that it may still use.
 
 namespace weightwire::cuda_ipc::detail {
 
-/// Throws when a transfer must not go on; `context` is called only then.
-template <class Context>
-void check_time(deadline until, const std::stop_token& stop, Context context) {
-    if (stop.stop_requested()) {
-        throw cancelled_error{"the transfer was stopped", context()};
-    }
-    if (until.expired()) {
-        throw timeout_error{"the transfer did not end before its deadline", context()};
-    }
-}
+using weightwire::detail::check_time;
 
 /// Polls until `is_done()`: at first without a pause, as most work takes well under a millisecond.
 /// @throws timeout_error, cancelled_error, and what `is_done` throws.
@@ -43,33 +34,24 @@ void poll_until(IsDone is_done, deadline until, const std::stop_token& stop, Con
     }
 }
 
-/// Devices of this process on which work could not be ended: it may write memory there at any later
-/// time. One of the library's documented globals.
-class stuck_devices {
-public:
-    static void add(int device) noexcept {
-        try {
-            auto& all = instance();
-            const std::lock_guard lock{all.mutex_};
-            all.devices_.insert(device);
-        } catch (const std::exception&) {
-            std::terminate();  // serving on would be serving weights that may change
+/// Runs `work`; what it throws says where: `context()` fills what its own context leaves open.
+/// @throws what `work` throws, of the same kind.
+template <class Work, class Context>
+decltype(auto) saying_where(Work work, Context context) {
+    try {
+        return work();
+    } catch (const error& caught) {
+        auto why = failure::from(caught);
+        const error_context where = context();
+        why.context.phase = where.phase;
+        why.context.backend = where.backend;
+        why.context.rank = where.rank;
+        if (why.context.tensor.empty()) {
+            why.context.tensor = where.tensor;
         }
+        why.raise();
     }
-    [[nodiscard]] static bool has(int device) noexcept {
-        auto& all = instance();
-        const std::lock_guard lock{all.mutex_};
-        return all.devices_.contains(device);
-    }
-
-private:
-    [[nodiscard]] static stuck_devices& instance() {
-        static stuck_devices all;
-        return all;
-    }
-    std::mutex mutex_;
-    std::set<int> devices_;
-};
+}
 
 /// Frees `held` once the device is done with it: freeing device memory waits for what the device
 /// does, without a deadline. After a failure that is a matter of milliseconds; where it takes

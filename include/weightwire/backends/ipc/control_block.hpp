@@ -16,6 +16,7 @@
 #include <stop_token>
 #include <string>
 
+#include <weightwire/core/check_time.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
 
@@ -158,16 +159,7 @@ template <class Done>
     return false;
 }
 
-/// Throws when a round must not go on. Costs two loads and a clock; `context` is called only then.
-template <class Context>
-void check_time(deadline until, const std::stop_token& stop, Context context) {
-    if (stop.stop_requested()) {
-        throw cancelled_error{"the transfer was stopped", context()};
-    }
-    if (until.expired()) {
-        throw timeout_error{"the transfer did not end before its deadline", context()};
-    }
-}
+using weightwire::detail::check_time;
 
 }  // namespace detail
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include <weightwire/backends/nccl/machinery.hpp>
+#include <weightwire/core/check_time.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/fabrics/pinned_bounce.hpp>
@@ -26,16 +27,7 @@
 
 namespace weightwire::nccl::detail {
 
-/// Throws when a transfer must not go on; `context` is called only then.
-template <class Context>
-void check_time(deadline until, const std::stop_token& stop, Context context) {
-    if (stop.stop_requested()) {
-        throw cancelled_error{"the transfer was stopped", context()};
-    }
-    if (until.expired()) {
-        throw timeout_error{"the transfer did not end before its deadline", context()};
-    }
-}
+using weightwire::detail::check_time;
 
 /// One rotating buffer and where its use stands.
 template <Machinery M>

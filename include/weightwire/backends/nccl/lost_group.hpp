@@ -5,7 +5,7 @@
 #include <utility>
 
 #include <weightwire/core/error.hpp>
-#include <weightwire/nccl_api/lost_devices.hpp>
+#include <weightwire/gpu/lost_devices.hpp>
 
 /// @file
 /// What follows for both halves of `nccl` from a group that could not be ended.
@@ -16,7 +16,7 @@ namespace weightwire::nccl::detail {
 /// trainer changes next, or write over the weights of a later version.
 /// @throws resource_error
 inline void require_no_loss(int device, error_context where) {
-    if (nccl_api::lost_devices::has(device)) {
+    if (gpu::lost_devices::has(device)) {
         throw resource_error{"an earlier group on device " + std::to_string(device) +
                                  " could not be ended and may use memory there at any later "
                                  "time; restart this process",

@@ -29,7 +29,7 @@
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/fabrics/shared_memory_copy.hpp>
 #include <weightwire/nccl_api/element.hpp>
-#include <weightwire/nccl_api/lost_devices.hpp>
+#include <weightwire/gpu/lost_devices.hpp>
 #include <weightwire/plan/broadcast_plan.hpp>
 #include <weightwire/rendezvous/tcp_store_client.hpp>
 #include <weightwire/wire/vllm_nccl.hpp>
@@ -92,7 +92,7 @@ public:
     /// Whether memory on this device may be written at any later time: an abort did not return, of
     /// this group or another one of the process.
     [[nodiscard]] bool lost() const noexcept {
-        return nccl_api::lost_devices::has(context_.device);
+        return gpu::lost_devices::has(context_.device);
     }
 
     /// What was joined and what it costs.

@@ -6,14 +6,14 @@
 #include <cstdint>
 
 /// @file
-/// Devices on which an abort has not returned. Needs no header of NCCL or CUDA.
+/// Devices on which work could not be ended. Needs no header of CUDA.
 
-namespace weightwire::nccl_api {
+namespace weightwire::gpu {
 
-/// The devices of this process on which a communicator was lost: a kernel of it may still write to
-/// whatever memory it was given, at any later time. No abort, no new group and no other stream of
-/// the process can end that, so a mark stays until the process ends. One of the library's
-/// documented globals. Thread-safe.
+/// The devices of this process on which work was begun that could not be ended, such as that of a
+/// communicator whose abort did not return: it may still write to whatever memory it was given, at
+/// any later time. Nothing in the process can end that, so a mark stays until the process ends. One
+/// of the library's documented globals. Thread-safe.
 class lost_devices {
 public:
     static void note(int device) noexcept { marks() |= bit_of(device); }
@@ -32,4 +32,4 @@ private:
     }
 };
 
-}  // namespace weightwire::nccl_api
+}  // namespace weightwire::gpu
