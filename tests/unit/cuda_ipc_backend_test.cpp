@@ -203,7 +203,7 @@ TEST_CASE("cuda_ipc: packed, calls follow one another through buffers that rotat
     host_cuda_ipc_info info;
     info.packed = true;
     info.packed_buffer_size_bytes = 90'000;
-    for (const std::uint64_t buffers : {1, 2, 3}) {
+    for (const auto buffers : {std::uint64_t{1}, std::uint64_t{2}, std::uint64_t{3}}) {
         for (const bool stable : {true, false}) {
             info.packed_num_buffers = buffers;
             pair both{from, info, stable};
