@@ -397,8 +397,8 @@ TEST_CASE("cuda_ipc: a call is not made before the source's stream has come so f
         info.packed = packed;
         pair both{from, info};
         host_ipc_machinery machine{0};
+        std::atomic<bool> go{false};  // outlives the stream, whose work looks at it
         auto users = machine.make_stream();
-        std::atomic<bool> go{false};
         users.put([&] {
             while (!go) {
                 std::this_thread::sleep_for(1ms);
@@ -432,8 +432,8 @@ TEST_CASE("cuda_ipc: a stream that hangs costs its deadline, is named, and leave
         info.packed = packed;
         pair both{from, info};
         host_ipc_machinery machine{0};
+        std::atomic<bool> go{false};  // outlives the stream, whose work looks at it
         auto users = machine.make_stream();
-        std::atomic<bool> go{false};
         users.put([&] {
             while (!go) {
                 std::this_thread::sleep_for(1ms);
