@@ -428,6 +428,7 @@ def interop(safetensors, torch):
                                        "--cache", BUILDS / "vllm"], 600)
     check_script("interop with vLLM over ipc", [python, "tests/interop/vllm_ipc_interop.py", "--programs", programs,
                                                 "--cache", BUILDS / "vllm"], 600)
+    check_script("interop of recording tensors", [python, "tests/interop/recording_interop.py"], 300)
     check_script("interop of IPC pickles", [python, "tests/interop/ipc_pickle_interop.py"], 300)
 
 
