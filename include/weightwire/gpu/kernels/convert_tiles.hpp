@@ -37,7 +37,14 @@ struct convert_item {
 struct convert_pair {
     dtype from = dtype::u8;
     dtype to = dtype::u8;
-    friend constexpr auto operator<=>(const convert_pair&, const convert_pair&) noexcept = default;
+    // Not defaulted: nvcc 13.0 takes the == that comes with it for one that is nowhere defined.
+    friend constexpr bool operator==(const convert_pair& a, const convert_pair& b) noexcept {
+        return a.from == b.from && a.to == b.to;
+    }
+    friend constexpr auto operator<=>(const convert_pair& a, const convert_pair& b) noexcept {
+        const auto first = a.from <=> b.from;
+        return first != 0 ? first : a.to <=> b.to;
+    }
 };
 
 /// How the threads of a block walk a tensor.
