@@ -216,6 +216,49 @@ struct pair {
     std::vector<transport_init> inits;
 };
 
+/// A trainer of two ranks on devices 0 and 1, whose exports rank 0 has.
+struct two_ranks {
+    two_ranks(const weights& zero, const weights& one, host_cuda_ipc_info of_zero = {},
+              host_cuda_ipc_info of_one = {}, std::vector<peer_info> to = {native_peer()})
+        : parameters{zero.parameters},
+          first{of_zero},
+          second{on_device_one(of_one)},
+          views{zero.views(), one.views()},
+          peers{std::move(to)} {
+        exports.push_back(first.export_memory(context_of(0)));
+        exports.push_back(second.export_memory(context_of(1)));
+    }
+    /// Rank 0's; the other rank adopts nothing.
+    void prepare() {
+        auto context = context_of(0);
+        context.peers = peers;
+        context.exports = exports;
+        inits = first.prepare(context);
+    }
+
+    const manifest& parameters;
+    sender first;
+    sender second;
+    std::vector<std::vector<tensor_view>> views;
+    std::vector<peer_info> peers;
+    std::vector<std::string> exports{};
+    std::vector<transport_init> inits{};
+
+private:
+    [[nodiscard]] static host_cuda_ipc_info on_device_one(host_cuda_ipc_info info) {
+        info.device = 1;
+        info.rank = 1;
+        return info;
+    }
+    [[nodiscard]] weightwire::sender_context context_of(std::size_t rank) const {
+        return {.parameters = parameters,
+                .peers = {},
+                .world_size = 3,
+                .lifetime = tensor_lifetime::stable,
+                .stable_tensors = views[rank]};
+    }
+};
+
 /// The text of the error that `work` throws.
 template <class Work>
 std::string failure_of(Work work) {

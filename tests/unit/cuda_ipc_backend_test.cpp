@@ -490,32 +490,17 @@ TEST_CASE("cuda_ipc: trainer ranks whose rings are cut differently are told so")
     const auto model = awkward_model();
     const auto zero = weights::in_one_allocation(model);
     const auto one = weights::in_one_allocation(model, {}, {memory_kind::cuda, 1});
-    const auto views_of_zero = zero.views();
-    const auto views_of_one = one.views();
     host_cuda_ipc_info info;
     info.packed = true;
     info.packed_buffer_size_bytes = 90'112;
     info.packed_num_buffers = 2;
-    sender first{info};
-    info.packed_buffer_size_bytes = 180'224;
-    info.packed_num_buffers = 1;
-    info.device = 1;
-    info.rank = 1;
-    sender second{info};
-    sender_context context{.parameters = model,
-                           .peers = {},
-                           .world_size = 2,
-                           .lifetime = tensor_lifetime::stable,
-                           .stable_tensors = views_of_one};
-    std::vector<std::string> exports{"", second.export_memory(context)};
-    context.stable_tensors = views_of_zero;
-    exports.front() = first.export_memory(context);
-    const std::vector<peer_info> peers{native_peer()};
-    context.peers = peers;
-    context.exports = exports;
-    static_cast<void>(first.prepare(context));
-    const auto plan = first.shared_plan();
-    CHECK(has(failure_of([&] { second.adopt_plan(plan); }), "not what rank 0's has"));
+    auto other = info;
+    other.packed_buffer_size_bytes = 180'224;
+    other.packed_num_buffers = 1;
+    two_ranks ranks{zero, one, info, other};
+    ranks.prepare();
+    const auto plan = ranks.first.shared_plan();
+    CHECK(has(failure_of([&] { ranks.second.adopt_plan(plan); }), "not what rank 0's has"));
 }
 
 TEST_CASE("cuda_ipc: a stable source that moves a tensor is an error that names it") {
@@ -559,36 +544,17 @@ TEST_CASE("cuda_ipc: a worker reads the trainer rank on its own GPU") {
     const auto model = awkward_model();
     const auto zero = weights::in_one_allocation(model);
     const auto one = weights::in_one_allocation(model, {}, {memory_kind::cuda, 1});
-    const auto views_of_one = one.views();
-    host_cuda_ipc_info info;
-    info.device = 1;
-    info.rank = 1;
-    sender second{info};
-    const auto theirs = second.export_memory({.parameters = model,
-                                              .peers = {},
-                                              .lifetime = tensor_lifetime::stable,
-                                              .stable_tensors = views_of_one});
-    const auto views_of_zero = zero.views();
-    sender first{host_cuda_ipc_info{}};
-    const std::vector<peer_info> peers{native_peer()};
-    sender_context context{.parameters = model,
-                           .peers = {},
-                           .world_size = 2,
-                           .lifetime = tensor_lifetime::stable,
-                           .stable_tensors = views_of_zero};
-    const std::vector<std::string> exports{first.export_memory(context), theirs};
-    context.peers = peers;
-    context.exports = exports;
-    const auto inits = first.prepare(context);
-    second.adopt_plan(first.shared_plan());
-    CHECK(second.parts().size() == first.parts().size());
+    two_ranks ranks{zero, one};
+    ranks.prepare();
+    ranks.second.adopt_plan(ranks.first.shared_plan());
+    CHECK(ranks.second.parts().size() == ranks.first.parts().size());
     zero.fill(1);
     one.fill(2);
     const auto lands = [&](int device_index) {
         const auto to = weights::in_one_allocation(model, {}, {memory_kind::cuda, device_index});
         receiver worker{{.global_rank = 1, .device = device_index}};
         worker.open({.wire_parameters = R"({"packed":false})",
-                     .transport = inits.front().native,
+                     .transport = ranks.inits.front().native,
                      .parameters = &model},
                     in_time(), {});
         places landing{to.tensors, coverage{model}};
@@ -607,25 +573,8 @@ TEST_CASE("cuda_ipc: trainer ranks that stage different tensors are told so") {
     const auto zero = weights::in_one_allocation(model);
     const auto one =
         weights::in_one_allocation(model, "it is memory of a pool", {memory_kind::cuda, 1});
-    const auto views_of_zero = zero.views();
-    const auto views_of_one = one.views();
-    host_cuda_ipc_info info;
-    info.device = 1;
-    info.rank = 1;
-    sender second{info};
-    sender first{host_cuda_ipc_info{}};
-    sender_context context{.parameters = model,
-                           .peers = {},
-                           .world_size = 2,
-                           .lifetime = tensor_lifetime::stable,
-                           .stable_tensors = views_of_one};
-    std::vector<std::string> exports{"", second.export_memory(context)};
-    context.stable_tensors = views_of_zero;
-    exports.front() = first.export_memory(context);
-    const std::vector<peer_info> peers{native_peer()};
-    context.peers = peers;
-    context.exports = exports;
-    const auto text = failure_of([&] { static_cast<void>(first.prepare(context)); });
+    two_ranks ranks{zero, one};
+    const auto text = failure_of([&] { ranks.prepare(); });
     CHECK(has(text, "[rank 1]"));
     CHECK(has(text, "[tensor embed]"));
     CHECK(has(text, "packed"));

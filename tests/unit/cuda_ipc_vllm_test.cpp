@@ -180,40 +180,24 @@ TEST_CASE("cuda_ipc, vLLM's words: each worker takes its own GPU's entry") {
     const auto model = plain_model();
     const auto zero = weights::in_one_allocation(model);
     const auto one = weights::in_one_allocation(model, {}, {memory_kind::cuda, 1});
-    host_cuda_ipc_info info;
-    info.device = 1;
-    info.rank = 1;
-    sender second{info};
-    sender first{host_cuda_ipc_info{}};
-    const auto views_of_zero = zero.views();
-    const auto views_of_one = one.views();
-    sender_context context{.parameters = model,
-                           .peers = {},
-                           .world_size = 3,
-                           .lifetime = tensor_lifetime::stable,
-                           .stable_tensors = views_of_one};
-    std::vector<std::string> exports{"", second.export_memory(context)};
-    context.stable_tensors = views_of_zero;
-    exports.front() = first.export_memory(context);
-    const std::vector<peer_info> peers{vllm_peer("0.30.0")};
-    context.peers = peers;
-    context.exports = exports;
-    const auto inits = first.prepare(context);
+    two_ranks ranks{zero, one, {}, {}, {vllm_peer("0.30.0")}};
+    ranks.prepare();
     zero.fill(1);
     one.fill(2);
     vllm_pair words{zero, "0.30.0"};  // only for its parsing
     for (const int index : {0, 1}) {
         const auto to = weights::in_one_allocation(model, {}, {memory_kind::cuda, index});
         receiver worker{{.global_rank = 1 + index, .device = index}};
-        worker.open({.wire_parameters = inits.front().vllm.front().init_info}, in_time(), {});
-        words.receive(first.parts().front().vllm_bodies.front(), worker, to.tensors);
+        worker.open({.wire_parameters = ranks.inits.front().vllm.front().init_info}, in_time(), {});
+        words.receive(ranks.first.parts().front().vllm_bodies.front(), worker, to.tensors);
         CHECK(to.differs(static_cast<std::uint64_t>(index) + 1).empty());
     }
     receiver elsewhere{{.global_rank = 1, .device = 2}};
     elsewhere.open({.wire_parameters = "{}"}, in_time(), {});
     const auto to = weights::in_one_allocation(model);
     CHECK(has(failure_of([&] {
-                  words.receive(first.parts().front().vllm_bodies.front(), elsewhere, to.tensors);
+                  words.receive(ranks.first.parts().front().vllm_bodies.front(), elsewhere,
+                                to.tensors);
               }),
               "IPC handle not found for GPU UUID a0000000-0000-0000-0000-000000000002"));
 }

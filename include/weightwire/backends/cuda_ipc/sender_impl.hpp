@@ -5,6 +5,7 @@
 #include <weightwire/core/digest.hpp>
 #include <weightwire/fabrics/byte_runs.hpp>
 #include <weightwire/fabrics/shared_memory_copy.hpp>
+#include <weightwire/fabrics/source_checks.hpp>
 
 /// @file
 /// Bodies of `basic_sender`: a round.
@@ -112,12 +113,10 @@ template <Machinery M>
 void basic_sender<M>::walk_ahead(staging& at) {
     for (std::size_t i = 0; i < parameters_->size(); ++i) {
         at.position = i;
-        const auto* const entry = at.stream.next();
-        if (entry == nullptr) {
-            throw data_error{"the source ended before this tensor", context_of(at)};
-        }
-        check_stable(*entry, at);
-        note_pending(entry->ready_stream, at);
+        const auto& entry =
+            weightwire::detail::next_tensor(at.stream, [&] { return context_of(at); });
+        check_stable(entry, at);
+        note_pending(entry.ready_stream, at);
     }
     await_pending(at);
 }
@@ -128,26 +127,17 @@ named_tensor basic_sender<M>::take(staging& at, std::size_t position) {
     if (plan_->reordered()) {
         return {.name = (*parameters_)[position].name, .tensor = tensors_[position]};
     }
-    const auto* const entry = at.stream.next();
-    if (entry == nullptr) {
-        throw data_error{"the source ended before this tensor", context_of(at)};
-    }
+    const auto& entry = weightwire::detail::next_tensor(at.stream, [&] { return context_of(at); });
     if (stable_) {
-        check_stable(*entry, at);
+        check_stable(entry, at);
     }
-    return *entry;
+    return entry;
 }
 
 template <Machinery M>
 void basic_sender<M>::check_stable(const named_tensor& entry, const staging& at) const {
-    const auto& promised = tensors_[at.position];
-    if (entry.tensor.data() != promised.data() || entry.tensor.strides() != promised.strides() ||
-        entry.tensor.device() != promised.device()) {
-        throw data_error{
-            "a source that promised stable addresses yields another address or layout "
-            "than at init",
-            context_of(at)};
-    }
+    weightwire::detail::require_unmoved(entry.tensor, tensors_[at.position],
+                                        [&] { return context_of(at); });
 }
 
 /// Brings a tensor that no table brings to its place in the ring. The source may take the memory

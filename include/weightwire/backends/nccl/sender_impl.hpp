@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <weightwire/backends/nccl/sender.hpp>
+#include <weightwire/fabrics/source_checks.hpp>
 
 /// @file
 /// Bodies of `basic_sender`: a round.
@@ -43,18 +44,16 @@ void basic_sender<M>::walk_ahead(sending& at) {
     void* read_after = nullptr;  // stream of tensors for the host that was not yet waited for
     for (std::size_t i = 0; i < parameters_->size(); ++i) {
         at.position = i;
-        const auto* const entry = at.stream.next();
-        if (entry == nullptr) {
-            throw data_error{"the source ended before this tensor", context_of(at)};
-        }
-        check_stable(*entry, at);
-        const bool for_host = entry->tensor.device().kind != M::near_memory;
-        if (for_host && entry->ready_stream != read_after) {
+        const auto& entry =
+            weightwire::detail::next_tensor(at.stream, [&] { return context_of(at); });
+        check_stable(entry, at);
+        const bool for_host = entry.tensor.device().kind != M::near_memory;
+        if (for_host && entry.ready_stream != read_after) {
             await_producer(read_after, at);
-            read_after = entry->ready_stream;
-        } else if (!for_host && entry->ready_stream != at.pending) {
+            read_after = entry.ready_stream;
+        } else if (!for_host && entry.ready_stream != at.pending) {
             follow_pending(at);
-            at.pending = entry->ready_stream;
+            at.pending = entry.ready_stream;
         }
     }
     await_producer(read_after, at);
@@ -76,26 +75,17 @@ named_tensor basic_sender<M>::take(sending& at, std::size_t position) {
     if (plan_->reordered()) {
         return {.name = (*parameters_)[position].name, .tensor = tensors_[position]};
     }
-    const auto* const entry = at.stream.next();
-    if (entry == nullptr) {
-        throw data_error{"the source ended before this tensor", context_of(at)};
-    }
+    const auto& entry = weightwire::detail::next_tensor(at.stream, [&] { return context_of(at); });
     if (stable_) {
-        check_stable(*entry, at);
+        check_stable(entry, at);
     }
-    return *entry;
+    return entry;
 }
 
 template <Machinery M>
 void basic_sender<M>::check_stable(const named_tensor& entry, const sending& at) const {
-    const auto& promised = tensors_[at.position];
-    if (entry.tensor.data() != promised.data() || entry.tensor.strides() != promised.strides() ||
-        entry.tensor.device() != promised.device()) {
-        throw data_error{
-            "a source that promised stable addresses yields another address or layout "
-            "than at init",
-            context_of(at)};
-    }
+    weightwire::detail::require_unmoved(entry.tensor, tensors_[at.position],
+                                        [&] { return context_of(at); });
 }
 
 template <Machinery M>
