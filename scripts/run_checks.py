@@ -275,12 +275,16 @@ def with_gcc(jobs, programs, tests):
 
 
 def programs_with_clang(clang, jobs, programs):
-    """Examples and benchmarks: they are built, not run, so without a sanitizer."""
+    """Examples, benchmarks and the static suite: they are built, not run, so without a sanitizer."""
     heading("clang: examples and benchmarks")
     build = BUILDS / "programs"
     environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
-    if configure(build, environment, ["-Doptimization=0", "-Dtests=disabled", "-Dfuzz=disabled", *programs]):
-        build_all("examples and benchmarks", build, jobs)
+    if configure(build, environment, ["-Doptimization=0", "-Dtests=enabled", "-Dfuzz=disabled", *programs]):
+        wanted = [str(pathlib.Path(name).relative_to(build)) for target in introspect(build, "targets")
+                  for name in target["filename"]]
+        build_all("examples and benchmarks", build, jobs,
+                  [name for name in wanted if name.startswith(("examples/", "benchmarks/")) or "libstatic" in name])
+        count_static("clang", build)
     else:
         totals.failing("configuration [examples and benchmarks]")
 
@@ -328,8 +332,6 @@ def with_clang(clang, label, sanitizer, jobs, tests, suites=None, fuzz=False):
 
     def run_suites():
         heading(f"clang with {label}: tests")
-        if suites is None:
-            count_static(label, build)
         at_once(lambda part: run_suite(label, part[0], 600, environment, launcher, part[1]),
                 parts_of(executables, environment, launcher))
         if fuzz:
