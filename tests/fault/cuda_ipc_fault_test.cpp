@@ -373,6 +373,59 @@ TEST_CASE("cuda_ipc: every trainer rank serves the worker rank on its own GPU, p
     }
 }
 
+TEST_CASE(
+    "cuda_ipc: a trainer rank that lags past the deadline ends the group, and nothing is mixed") {
+    constexpr std::uint64_t apart = 1000;
+    const auto info_of = [](int rank) {
+        host_cuda_ipc_info info;
+        info.rank = rank;
+        info.device = rank;
+        return info;
+    };
+    tests::forked second{[&](tests::channel& parent) {
+        auto group = store_group::join(1, 2, "127.0.0.1", parent.take<std::uint16_t>(),
+                                       deadline::after(20s));
+        const auto url = parent.take_string();
+        device_weights weights{{}, 1};
+        auto engine = trainer_init(info_of(1), http_sync_client{url}, weights, {}, group);
+        std::size_t committed_late = 0;
+        for (std::uint64_t version = 1; version <= 4; ++version) {
+            if (version == 2) {
+                std::this_thread::sleep_for(3500ms);
+            }
+            weights.set(version + apart);
+            try {
+                engine.send_weights({.deadline = deadline::after(1s)});
+                committed_late += version == 1 ? 0U : 1U;
+            } catch (const error&) {  // NOLINT(bugprone-empty-catch): counted by the other rank
+            }
+        }
+        parent.put(committed_late);
+    }};
+    worker_process worker{{"--parameters", std::to_string(parameters), "--elements",
+                           std::to_string(elements), "--ranks", "2", "--backend",
+                           "cuda_ipc_spread"}};
+    auto group = store_group::host(2);
+    second.to().put(group.port());
+    second.to().put_string(worker.url());
+    device_weights weights;
+    auto engine = trainer_init(info_of(0), http_sync_client{worker.url()}, weights, {}, group);
+    std::size_t failed = 0;
+    for (std::uint64_t version = 1; version <= 5; ++version) {
+        weights.set(version);
+        try {
+            engine.send_weights({.deadline = deadline::after(1s)});
+        } catch (const error& caught) {
+            ++failed;
+            CHECK((failed == 1 || std::string{caught.what()}.find("make it and the engine anew") !=
+                                      std::string::npos));
+        }
+    }
+    CHECK(failed == 4);
+    CHECK(second.to().take<std::size_t>() == 0);
+    CHECK(worker.version() == "1");
+}
+
 TEST_CASE("cuda_ipc: many rounds leave neither side with more memory") {
     if (under_sanitizer) {
         MESSAGE("skipped: a sanitizer keeps what was freed");

@@ -466,6 +466,28 @@ TEST_CASE("ipc pickle: text that is cut short or changed gives other handles or 
     }
 }
 
+TEST_CASE(
+    "ipc pickle: a small text that recalls a large dict many times does not fill the memory") {
+    wire::ipc_handles handles;
+    auto& entry = handles.entries.emplace_back();
+    for (int gpu = 0; gpu < 256; ++gpu) {
+        wire::ipc_tensor tensor{.extents = {4}, .strides = {1}, .type = dtype::u8};
+        tensor.handle.assign(wire::ipc_handle_bytes, 'h');
+        tensor.storage_bytes = 4;
+        tensor.ref_counter.assign(250, 'c');
+        entry.emplace_back(std::to_string(gpu) + std::string(240, 'g'), std::move(tensor));
+    }
+    auto text = wire::pickle_of(handles, wire::ipc_pickle_form::args);
+    REQUIRE(text.ends_with("a."));
+    text.resize(text.size() - 2);
+    const std::string number{"\x06\x01\0\0", 4};  // after the 262 that the writer remembers
+    text += "\x94" + std::string{"a"};
+    for (int times = 0; times < 2000; ++times) {
+        text += "j" + number + "a";
+    }
+    CHECK(holds(refused_pickle(text + "."), "or 256 MiB"));
+}
+
 TEST_CASE("ipc pickle: depth, counts and length are bounded") {
     CHECK(holds(refused_pickle("\x80\x04" + std::string(5000, 'N')), "4096 values on the stack"));
     CHECK(holds(refused_pickle("\x80\x04" + std::string(100, '(')), "16 marks"));

@@ -19,6 +19,7 @@
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/concepts/weight_source.hpp>
 #include <weightwire/engine/rank_agreement.hpp>
+#include <weightwire/engine/remembering_group.hpp>
 #include <weightwire/engine/serving_rank.hpp>
 #include <weightwire/engine/sync_report.hpp>
 #include <weightwire/engine/trainer_options.hpp>
@@ -117,13 +118,15 @@ public:
     /// @returns one outcome a peer, and the figures of each phase.
     /// @throws error the source failed on any rank, or no peer committed, or (unless
     /// `tolerate_failed_peers`) one
-    ///   peer did not commit; `last_report()` tells about the others.
+    ///   peer did not commit; `last_report()` tells about the others. Once the trainer group itself
+    ///   has failed, every later call: ranks that are out of step would mix their rounds.
     sync_report send_weights(const send_options& options = {}) {
         const auto until = options.deadline.value_or(deadline::after(options_.send_budget));
         const auto begin = deadline::clock::now();
         report_ = {.round = ++round_};
         round_began_ = begin;
         round_until_ = until;
+        detail::require_same_round(group_, round_, after_peers(until));
         run_phase(phase::start, report_.start, until, [&] {
             if (session_) {
                 start(options, until);
@@ -365,7 +368,7 @@ private:
 
     Client client_;
     Source source_;
-    Group group_;
+    detail::remembering_group<Group> group_;
     [[no_unique_address]] Events events_;
     trainer_options options_;
     manifest parameters_;

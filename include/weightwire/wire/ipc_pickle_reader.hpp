@@ -18,11 +18,10 @@
 #include <weightwire/wire/pickle_machine.hpp>
 
 /// @file
-/// The walker behind `ipc_handles_from_pickle`; include `wire/ipc_pickle.hpp`.
-///
-/// A pickle is a program. This reader is no interpreter: it knows the opcodes that CPython writes
-/// for this one object, takes names as one of the few that torch uses there, and calls nothing.
-/// What a tuple is, is decided where it is closed, so that nothing general is ever kept.
+/// The walker behind `ipc_handles_from_pickle`; include `wire/ipc_pickle.hpp`. A
+/// pickle is a program; this reader is no interpreter: it knows the opcodes that CPython writes for
+/// this one object and torch's few names there, and calls nothing. What a tuple is, is decided
+/// where it is closed.
 
 namespace weightwire::wire::detail {
 
@@ -30,8 +29,9 @@ namespace weightwire::wire::detail {
 /// of eight GPUs have some 70 MB, 320,000 argument tuples and three million memo entries.
 inline constexpr std::size_t longest_ipc_pickle = std::size_t{96} << 20U;
 inline constexpr std::size_t most_ipc_tensors = std::size_t{1} << 19U;  ///< and dicts
-inline constexpr std::size_t most_ipc_gpus = 256;                       ///< in one dict
-inline constexpr std::size_t longest_ipc_text = 1024;                   ///< UUIDs, counters' names
+inline constexpr std::size_t most_ipc_megabytes = 256;  ///< of all tensors, recalled ones too
+inline constexpr std::size_t most_ipc_gpus = 256;       ///< in one dict
+inline constexpr std::size_t longest_ipc_text = 1024;   ///< UUIDs, counters' names
 inline constexpr std::size_t ipc_argument_count = 15;
 inline constexpr pickle_rules ipc_pickle_rules{
     .what = "the pickled IPC handles",
@@ -477,17 +477,21 @@ inline ipc_handles ipc_pickle_walker::result(const value& root) const {
     ipc_handles handles{.packed = root.is == kind::dict};
     const auto dicts = handles.packed ? std::span<const std::uint64_t>{only} : std::span{list_};
     std::size_t total = 0;
+    std::size_t bytes = 0;
     handles.entries.reserve(dicts.size());
     for (const auto each : dicts) {
         const auto& from = dicts_[static_cast<std::size_t>(each)];
         total += from.size();  // a dict may be in the list many times
-        if (total > most_ipc_tensors) {
-            throw_fault("have more than " + std::to_string(most_ipc_tensors) + " tensors");
+        if (total > most_ipc_tensors || bytes >> 20U >= most_ipc_megabytes) {
+            throw_fault("have more than " + std::to_string(most_ipc_tensors) + " tensors, or " +
+                        std::to_string(most_ipc_megabytes) + " MiB");
         }
         auto& entry = handles.entries.emplace_back();
         entry.reserve(from.size());
-        for (const auto& [gpu, tensor] : from) {
-            entry.emplace_back(gpu, tensors_[static_cast<std::size_t>(tensor)]);
+        for (const auto& [gpu, index] : from) {
+            const auto& tensor = tensors_[static_cast<std::size_t>(index)];
+            bytes += sizeof tensor + gpu.size() + tensor.handle.size() + tensor.ref_counter.size();
+            entry.emplace_back(gpu, tensor);
         }
     }
     return handles;

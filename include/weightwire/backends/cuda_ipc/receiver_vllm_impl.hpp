@@ -37,7 +37,8 @@ std::span<const tensor_view> basic_receiver<M>::vllm_sources(const update_messag
     }
     const manifest parameters{std::move(list)};
     const auto gpu = machine_->gpu();
-    // All of them, before anything can fail: an export that is not counted down is kept for ever.
+    // All of them, before anything else can fail here: an export that is not counted down is kept
+    // for ever, as those are of a call that is refused before it comes to the receiver.
     for (const auto& entry : update.handles.entries) {
         const auto mine = std::ranges::find(entry, gpu, &wire::ipc_entry::value_type::first);
         if (mine != entry.end() && !mine->second.ref_counter.empty()) {
