@@ -17,11 +17,12 @@
 // what is timed. The order of the rows turns in every round.
 //
 //   cuda_ipc_round [--layers N] [--mode in_place|flip|copy_in] [--rounds N] [--check-every N]
-//                  [--allocation MiB] [--packed]
+//                  [--allocation MiB] [--packed] [--worker-device N]
 //
 // --allocation cuts the trainer's memory into allocations of so many MiB, where no tensor is
-// larger; without it there is one. --packed sends through the ring. The very first round has
-// compiled nothing before: its weights are made by the runtime's own calls.
+// larger; without it there is one. --packed sends through the ring. --worker-device 1 puts the
+// worker on another GPU than the trainer's, which is device 0. The very first round has compiled
+// nothing before: its weights are made by the runtime's own calls.
 //
 // Device memory: 61.1 GB with all 48 layers, twice in in_place, three times in copy_in, four
 // times in flip.
@@ -86,6 +87,7 @@ struct settings {
     int check_every = 1;
     std::uint64_t allocation_bytes = 0;
     bool packed = false;
+    int worker_device = 0;  ///< the trainer's is 0
 };
 
 enum class way : std::uint8_t { calls, bulk, plain, inside, halves, whole };
@@ -118,8 +120,8 @@ double used_device_memory() {
     return static_cast<double>(total - free) * 1e-6;
 }
 
-void start_device() {
-    gpu::check(cudaSetDevice(0), "cudaSetDevice");
+void start_device(int device) {
+    gpu::check(cudaSetDevice(device), "cudaSetDevice");
     gpu::check(cudaFree(nullptr), "cudaFree");
 }
 
@@ -136,10 +138,10 @@ struct places {
 
 /// The table of the mode: over `landing`, but for `flip`, which has memory of its own.
 std::unique_ptr<device_parameter_table> make_table(const manifest& parameters,
-                                                   const device_weights& landing,
-                                                   commit_mode mode) {
+                                                   const device_weights& landing, commit_mode mode,
+                                                   int device) {
     if (mode == commit_mode::flip) {
-        return std::make_unique<device_parameter_table>(parameters, gpu_memory{0},
+        return std::make_unique<device_parameter_table>(parameters, gpu_memory{device},
                                                         parameter_table_options{.mode = mode});
     }
     std::vector<user_parameter> held;
@@ -147,14 +149,15 @@ std::unique_ptr<device_parameter_table> make_table(const manifest& parameters,
         held.push_back({parameters[i].name, landing.views()[i]});
     }
     return std::unique_ptr<device_parameter_table>{new device_parameter_table(
-        device_parameter_table::over(std::move(held), gpu_memory{0}, {.mode = mode}))};
+        device_parameter_table::over(std::move(held), gpu_memory{device}, {.mode = mode}))};
 }
 
 /// Copies that need no backend: every allocation of the trainer's as one run.
 class uniform_copies {
 public:
-    uniform_copies(std::vector<cuda_ipc::cuda_machinery::mapping> from, const device_weights& to)
-        : from_{std::move(from)}, to_{to}, stream_{0} {
+    uniform_copies(std::vector<cuda_ipc::cuda_machinery::mapping> from, const device_weights& to,
+                   int device)
+        : from_{std::move(from)}, to_{to}, stream_{device} {
         gpu::copy_tiles tiles;
         std::vector<gpu::copy_item> items;
         for (std::size_t k = 0; k < from_.size(); ++k) {
@@ -163,9 +166,9 @@ public:
                              .bytes = to_.blocks()[k].size()});
         }
         tiles.add_group(items);
-        plain_.emplace(0, tiles, gpu::copy_form::plain);
-        if (gpu::compute_capability(0) >= 90) {
-            bulk_.emplace(0, tiles, gpu::copy_form::bulk);
+        plain_.emplace(device, tiles, gpu::copy_form::plain);
+        if (gpu::compute_capability(device) >= 90) {
+            bulk_.emplace(device, tiles, gpu::copy_form::bulk);
         }
     }
 
@@ -211,8 +214,8 @@ private:
 class receiving_half {
 public:
     receiving_half(const channel& parent, const manifest& parameters, const device_weights& to,
-                   bool packed)
-        : parameters_{parameters}, to_{to} {
+                   bool packed, int device)
+        : parameters_{parameters}, to_{to}, receiver_{receiver_context{.device = device}} {
         const auto transport = benchmarks::take_long(parent);
         parts_.resize(parent.take<std::size_t>());
         for (auto& part : parts_) {
@@ -260,41 +263,42 @@ private:
     const device_weights& to_;
     std::vector<update_part> parts_;
     std::uint64_t round_ = 0;
-    cuda_ipc::receiver receiver_{receiver_context{.device = 0}};
+    cuda_ipc::receiver receiver_;
 };
 
 /// Of the digests of all tensors that readers see.
-std::uint64_t digest_of(device_parameter_table& table, const manifest& parameters) {
+std::uint64_t digest_of(device_parameter_table& table, const manifest& parameters, int device) {
     const auto held = table.acquire(in_time());
     std::vector<gpu::digest_item> items(parameters.size());
     for (std::size_t i = 0; i < held.size(); ++i) {
         const auto tensor = held.tensor(i);
         items.at(parameters.find(held.name(i))) = {tensor.data(), tensor.byte_size()};
     }
-    return benchmarks::digest_of_all(gpu::digest_plan{0, items}, gpu::stream{0});
+    return benchmarks::digest_of_all(gpu::digest_plan{device, items}, gpu::stream{device});
 }
 
 void worker(const channel& parent, const settings& wanted) {
-    start_device();
+    const int device = wanted.worker_device;
+    start_device(device);
     const manifest parameters{benchmarks::qwen3_30b_a3b_list(wanted.layers)};
-    const device_weights landing{parameters, 0, wanted.allocation_bytes};
+    const device_weights landing{parameters, device, wanted.allocation_bytes};
     landing.overwrite();
-    const auto table = make_table(parameters, landing, wanted.mode);
+    const auto table = make_table(parameters, landing, wanted.mode, device);
     worker_engine engine{cuda_ipc::backend{}, *table};
     worker_service service{engine};
     worker_server server{service, {}};
     server.start();
     parent.put(server.port());
     static_cast<void>(parent.take<bool>());  // the first round has ended
-    parent.put(digest_of(*table, parameters));
-    cuda_ipc::cuda_machinery machine{0};
+    parent.put(digest_of(*table, parameters, device));
+    cuda_ipc::cuda_machinery machine{device};
     std::vector<cuda_ipc::cuda_machinery::mapping> mapped;
     for (std::size_t k = 0; k < landing.blocks().size(); ++k) {
         const auto sent = parent.take<ipc_pair::sent_export>();
         mapped.push_back(machine.open(sent.from(), sent.what()));
     }
-    receiving_half half{parent, parameters, landing, wanted.packed};
-    const uniform_copies copies{std::move(mapped), landing};
+    receiving_half half{parent, parameters, landing, wanted.packed, device};
+    const uniform_copies copies{std::move(mapped), landing, device};
     for (;;) {
         const auto next = parent.take<turn>();
         if (next.end) {
@@ -314,7 +318,7 @@ void worker(const channel& parent, const settings& wanted) {
         }
         if (next.check && next.what != way::inside) {
             told.digest =
-                next.what == way::whole ? digest_of(*table, parameters) : landing.digest();
+                next.what == way::whole ? digest_of(*table, parameters, device) : landing.digest();
         }
         parent.put(told);
     }
@@ -412,6 +416,13 @@ struct counted {
     int rounds = 0;
 };
 
+/// Where a whole round's time goes.
+struct phase_times {
+    std::vector<double> start{};
+    std::vector<double> update{};
+    std::vector<double> finish{};
+};
+
 struct first_round {
     double init = 0;
     double send = 0;
@@ -424,14 +435,15 @@ public:
           bytes_{static_cast<double>(parameters.total_bytes())},
           padded_{static_cast<double>(padded_bytes)} {
         fmt::print(
-            "\nQwen3-30B-A3B list of {} layers: {} tensors, {:.1f} GB, {}{}, {}; medians of {} "
+            "\nQwen3-30B-A3B list of {} layers: {} tensors, {:.1f} GB, {}{}, {}{}; medians of {} "
             "rounds after {}\n",
             wanted.layers, parameters.size(), bytes_ * 1e-9, wanted.packed ? "packed, " : "",
             to_string(wanted.mode),
             wanted.allocation_bytes == 0
                 ? std::string{"one allocation"}
                 : fmt::format("allocations of {} MiB", wanted.allocation_bytes >> 20U),
-            wanted.rounds, warm_ups);
+            wanted.worker_device == 0 ? "" : ", the worker on another GPU", wanted.rounds,
+            warm_ups);
         fmt::print("{:<20} {:>9} {:>9} {:>9} {:>8} {:>7} {:>11}\n", "way", "ms", "fastest",
                    "slowest", "GB/s", "ratio", "trainer ms");
     }
@@ -474,7 +486,7 @@ private:
 
 void print_all(const settings& wanted, const manifest& parameters, std::uint64_t padded,
                const std::array<measured, ways.size()>& rows, const measured& data,
-               const first_round& first, const counted& allocations) {
+               const phase_times& phases, const first_round& first, const counted& allocations) {
     report out{wanted, parameters, padded};
     const auto of = [&](way what) -> const measured& {
         return rows[static_cast<std::size_t>(what)];
@@ -487,6 +499,9 @@ void print_all(const settings& wanted, const manifest& parameters, std::uint64_t
     }
     const auto data_ratio = out.row("data phase", data, false);
     const auto whole = out.row(names[static_cast<std::size_t>(way::whole)], of(way::whole), false);
+    fmt::print("send_weights(): start {:.3f} ms, update {:.3f} ms, finish {:.3f} ms\n",
+               median(phases.start) * 1e3, median(phases.update) * 1e3,
+               median(phases.finish) * 1e3);
     out.verdict("data phase", data_ratio, asked_data);
     out.verdict("send_weights()", whole, asked_whole);
     const auto later = median(of(way::whole).taken);
@@ -511,7 +526,7 @@ void print_all(const settings& wanted, const manifest& parameters, std::uint64_t
 }
 
 int trainer(const channel& child, const settings& wanted) {
-    start_device();
+    start_device(0);
     const manifest parameters{benchmarks::qwen3_30b_a3b_list(wanted.layers)};
     const device_weights weights{parameters, 0, wanted.allocation_bytes};
     weights.overwrite(0x11);
@@ -545,6 +560,7 @@ int trainer(const channel& child, const settings& wanted) {
     sending_half half{child, parameters, weights, info};
     std::array<measured, ways.size()> rows;
     measured data;
+    phase_times phases;
     counted allocations;
     for (int round = 0; round < warm_ups + wanted.rounds; ++round) {
         const bool check = round % wanted.check_every == 0;
@@ -591,6 +607,9 @@ int trainer(const channel& child, const settings& wanted) {
             rows[index].taken.push_back(what == way::whole ? own : told.seconds);
             if (what == way::whole) {
                 data.taken.push_back(told_by_engine.data_seconds);
+                phases.start.push_back(told_by_engine.start.seconds);
+                phases.update.push_back(told_by_engine.update.seconds);
+                phases.finish.push_back(told_by_engine.finish.seconds);
             } else if (what == way::halves) {
                 rows[index].trainer.push_back(own);
             }
@@ -600,7 +619,8 @@ int trainer(const channel& child, const settings& wanted) {
     engine.close(in_time());
     child.put(turn{.end = true});
     const auto receiver_tables = child.take<std::uint64_t>();
-    print_all(wanted, parameters, weights.allocated_bytes(), rows, data, first, allocations);
+    print_all(wanted, parameters, weights.allocated_bytes(), rows, data, phases, first,
+              allocations);
     fmt::print(
         "device memory: sender {} bytes promised before its first round, {} used; receiver's "
         "tables {} bytes; of the device {:.1f} MB more in use after the first round than before "
@@ -620,6 +640,8 @@ bool read(settings& wanted, std::string_view key, const std::string& value) {
         wanted.rounds = std::max(1, std::stoi(value));
     } else if (key == "--check-every") {
         wanted.check_every = std::max(1, std::stoi(value));
+    } else if (key == "--worker-device") {
+        wanted.worker_device = std::stoi(value);
     } else if (key == "--allocation") {
         wanted.allocation_bytes = std::stoull(value) << 20U;
     } else if (key == "--mode" && value == "in_place") {

@@ -139,7 +139,15 @@ TEST_CASE(
             CAPTURE(weightwire::to_string(hosts[i].from.type()));
             CAPTURE(weightwire::to_string(hosts[i].to.type()));
             CAPTURE(weightwire::to_string(hosts[i].to.extents()));
-            REQUIRE((gpu_support::download(devices[i].destination) == hosts[i].expected()));
+            const auto found = gpu_support::download(devices[i].destination);
+            const auto expected = hosts[i].expected();
+            const auto differs = std::ranges::mismatch(found, expected).in1;
+            const auto offset =
+                differs - found.begin() - (hosts[i].to.data() - hosts[i].destination.data());
+            CAPTURE(hosts[i].from.data() - hosts[i].source.data());
+            CAPTURE(hosts[i].to.data() - hosts[i].destination.data());
+            CAPTURE(offset);
+            REQUIRE(differs == found.end());
         }
     }
 }

@@ -290,6 +290,7 @@ def main():
         parser.error("the built program has to be named: --program")
     from weights import qwen3_list
     arguments.program = arguments.program.absolute()
+    arguments.logs.mkdir(parents=True, exist_ok=True)
     arguments.list = write_list(arguments.logs / "interop_ipc_list.txt", qwen3_list(odd=True))
     arguments.small_list = write_list(arguments.logs / "interop_ipc_small_list.txt",
                                       qwen3_list(layers=1, experts=4, vocabulary=1000, odd=True))

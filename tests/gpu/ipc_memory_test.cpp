@@ -894,7 +894,8 @@ TEST_CASE("a stream waits for the event of another process") {
     CHECK(exporter.to().take<bool>());  // the work was still running when its event was sent
     const auto result = importer.to().take<waited>();
     CHECK(result.digest == exporter.to().take<std::uint64_t>());
-    CHECK(result.no_event.error() == "protocol");
+    // CUDA 13 gives for them the code that it gives for an event that is gone.
+    CHECK((result.no_event.error() == "peer" || result.no_event.error() == "protocol"));
     CHECK(result.usable);
     print("64 zero bytes as an event:", result.no_event);
 }

@@ -54,11 +54,17 @@ __device__ __forceinline__ f32 widened(f16 v) {
 }
 __device__ __forceinline__ void narrowed(f32 v, f64& to) { to = v; }
 __device__ __forceinline__ void narrowed(f32 v, f32& to) { to = v; }
+// As the lower of two, in a whole register: ptxas of CUDA 13.0 takes the 16-bit result of a single
+// conversion, when its bytes are stored one by one, for a number to convert to 8 bits.
 __device__ __forceinline__ void narrowed(f32 v, bf16& to) {
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(v));
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(v));
+    to.bits = (u16)pair;
 }
 __device__ __forceinline__ void narrowed(f32 v, f16& to) {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(v));
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(v));
+    to.bits = (u16)pair;
 }
 template <class To, class From> struct conversion {
     static __device__ __forceinline__ To of(From v) { To to; narrowed(widened(v), to); return to; }
