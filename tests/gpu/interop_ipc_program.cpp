@@ -4,10 +4,12 @@
 // side, or with each other. LIST has a parameter a line: name, torch's dtype, extents (weights.py
 // prints one).
 //
-//   interop_ipc_program train LIST URL ROUNDS packed|unpacked [--form bytes|strided|f32]
-//                             [--check N] [--watch PID] [--buffer BYTES]
+//   interop_ipc_program train LIST URL ROUNDS packed|unpacked
+//                             [--form bytes|strided|pool|f32] [--check N] [--watch PID]
+//                             [--buffer BYTES]
 //       weights in device memory that change every round; prints each round's digest. strided:
-//       matrices have gaps between their rows, small ones are transposed. f32: what the list calls
+//       matrices have gaps between their rows, small ones are transposed. pool: every third tensor
+//       is in memory of a pool, which has no handle. f32: what the list calls
 //       bfloat16 is float32 here, and the worker converts. --check compares, every N rounds, the
 //       digest of every tensor with what the worker says that it has. --watch prints the memory of
 //       this process, of that one and of the device after a tenth of the rounds and at the end, and
@@ -28,6 +30,7 @@
 #include <cstring>
 #include <exception>
 #include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
@@ -70,10 +73,28 @@ struct sent_weights {
 
 constexpr std::uint64_t allocation_bytes = std::uint64_t{20} << 20U;  ///< about as torch's
 
+/// Memory from cudaMallocAsync.
+class pool_memory {
+public:
+    explicit pool_memory(std::size_t bytes) {
+        void* made = nullptr;
+        gpu::check(cudaMallocAsync(&made, bytes, nullptr), "cudaMallocAsync");
+        data_.reset(static_cast<std::byte*>(made));
+        gpu::check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+    }
+    [[nodiscard]] std::byte* data() const noexcept { return data_.get(); }
+
+private:
+    struct give_back {
+        void operator()(std::byte* data) const noexcept { cudaFreeAsync(data, nullptr); }
+    };
+    std::unique_ptr<std::byte, give_back> data_;
+};
+
 /// The list's own dtypes. Where strided, what is allocated is larger than what is sent.
 class raw_weights {
 public:
-    raw_weights(const std::vector<param_meta>& list, bool strided)
+    raw_weights(const std::vector<param_meta>& list, bool strided, bool pool)
         : memory_{strided ? padded(list) : manifest{list}, 0, allocation_bytes} {
         for (std::size_t i = 0; i < list.size(); ++i) {
             const mutable_tensor_view& whole = memory_.views()[i];
@@ -89,6 +110,11 @@ public:
                 }
                 view = {whole.data(), list[i].dtype, list[i].shape, steps, whole.device()};
             }
+            if (pool && i % 3 == 0 && view.byte_size() != 0) {
+                const auto& own = pools_.emplace_back(view.byte_size());
+                copies_.push_back({own.data(), view.data(), view.byte_size()});
+                view = {own.data(), list[i].dtype, list[i].shape, whole.device()};
+            }
             sent.tensors.push_back({.name = list[i].name, .tensor = view});
             views_.push_back(view);
             sent.bytes += view.byte_size();
@@ -97,6 +123,10 @@ public:
     }
     void fill(std::uint64_t round) {
         memory_.fill(round);
+        for (const auto& [to, from, bytes] : copies_) {
+            gpu::check(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+        }
+        gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
         machine_.digests(views_, sent.digests, soon(), {});
     }
     sent_weights sent;
@@ -116,6 +146,8 @@ private:
     }
 
     device_weights memory_;
+    std::vector<pool_memory> pools_;
+    std::vector<cuda_ipc::byte_move> copies_;  ///< to the pools, each round
     std::vector<tensor_view> views_;
     cuda_ipc::cuda_machinery machine_{0};
 };
@@ -242,6 +274,14 @@ struct training {
     std::string watched{};
 };
 
+struct chosen_events {
+    void on(const event& what) const noexcept {
+        if (what.kind == event_kind::chosen) {
+            std::printf("chosen: %.*s\n", static_cast<int>(what.text.size()), what.text.data());
+        }
+    }
+};
+
 template <class Weights>
 void train(const training& wanted, Weights weights) {
     cuda_ipc::trainer_init_info info;
@@ -249,7 +289,8 @@ void train(const training& wanted, Weights weights) {
     info.packed_buffer_size_bytes = wanted.buffer_bytes;
     http_sync_client<> client{wanted.url};
     const auto& sent = weights.sent;
-    auto engine = trainer_init(info, client, span_source{sent.tensors}, {.init_budget = patience});
+    auto engine = trainer_init(info, client, span_source{sent.tensors}, {.init_budget = patience},
+                               single_rank{}, chosen_events{});
     std::optional<memory_use> early;
     for (int round = 1; round <= wanted.rounds; ++round) {
         weights.fill(static_cast<std::uint64_t>(round));
@@ -325,8 +366,8 @@ bool run_train(const std::vector<std::string>& words) {
     }
     if (wanted.form == "f32") {
         train(wanted, wide_weights{wanted.list});
-    } else if (wanted.form == "bytes" || wanted.form == "strided") {
-        train(wanted, raw_weights{wanted.list, wanted.form == "strided"});
+    } else if (wanted.form == "bytes" || wanted.form == "strided" || wanted.form == "pool") {
+        train(wanted, raw_weights{wanted.list, wanted.form == "strided", wanted.form == "pool"});
     } else {
         return false;
     }
@@ -348,7 +389,7 @@ int main(int count, char** arguments) try {
     }
     std::fprintf(stderr,
                  "usage: interop_ipc_program train LIST URL ROUNDS packed|unpacked "
-                 "[--form bytes|strided|f32] [--check N] [--watch PID] [--buffer BYTES]\n"
+                 "[--form bytes|strided|pool|f32] [--check N] [--watch PID] [--buffer BYTES]\n"
                  "       interop_ipc_program serve LIST in_place|flip|copy_in [--convert]\n");
     return 2;
 } catch (const std::exception& failed) {

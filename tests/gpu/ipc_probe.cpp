@@ -67,7 +67,9 @@ struct batch {
     std::size_t count;
     std::uint64_t bytes;
 };
-constexpr batch batches[] = {{512, std::uint64_t{2} << 20U}, {64, std::uint64_t{64} << 20U}};
+constexpr batch batches[] = {{512, std::uint64_t{2} << 20U},
+                             {64, std::uint64_t{64} << 20U},
+                             {3000, std::uint64_t{20} << 20U}};
 
 void print_times(const char* what, const batch& of, std::vector<double> times) {
     const double first = times.front();

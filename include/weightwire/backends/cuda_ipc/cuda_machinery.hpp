@@ -123,12 +123,11 @@ public:
           uploads_{device},  // names the device where it cannot be used
           relay_{device},
           gpu_{gpu::device_uuid(device)},
-          form_{gpu::compute_capability(device) >= 90 ? gpu::copy_form::bulk
-                                                      : gpu::copy_form::plain},
           self_{shm::this_process()} {}
 
-    /// Another form for the plans that are made from now on, for who measures. Bulk copies are the
-    /// faster ones through a mapping: 1,734 against 1,550 GB/s on an H200.
+    /// Another form for the plans that are made from now on, for who measures. `automatic` is right
+    /// through a mapping too: plain copies are 5 to 7 % faster there, see
+    /// benchmarks/results/cuda_ipc.txt.
     void set_copy_form(gpu::copy_form form) noexcept { form_ = form; }
 
     [[nodiscard]] int device() const noexcept { return device_; }
@@ -246,7 +245,7 @@ private:
     gpu::stream uploads_;      ///< of tables; it never waits for another
     gpu::stream_relay relay_;  ///< to users' streams of other devices
     std::string gpu_;
-    gpu::copy_form form_;
+    gpu::copy_form form_ = gpu::copy_form::automatic;
     exporter self_;                                                ///< this process
     std::unique_ptr<weightwire::detail::device_digests> digests_;  ///< once they are asked for
 };
