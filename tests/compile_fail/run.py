@@ -11,6 +11,8 @@ Each .cpp file here is a control: as it stands it must compile. It holds numbere
 or `#ifdef EXPECT_FAIL_2` around what must not be there. A defect is switched on alone; then the file must not compile,
 the diagnostic must contain the text (blanks compared loosely; several lines `// expect: ` may follow each other), and
 be shorter than 60 lines.
+
+What a file includes at its top is precompiled, once a compiler, for all its defects.
 """
 import argparse
 import pathlib
@@ -41,8 +43,24 @@ def defects_of(path):
     return sorted(found.items())
 
 
-def problem_of(compiler, path, number, texts):
-    command = [*compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'include'}", "-fno-diagnostics-color"]
+def command_of(compiler):
+    return [*compiler, "-std=c++20", f"-I{ROOT / 'include'}", "-fno-diagnostics-color"]
+
+
+def precompiled(folder, number, compiler, path):
+    """The flags with which a compiler reads the includes at the file's top precompiled; none where it cannot."""
+    top = re.match(r"(?:[ \t]*(?://.*|#[ \t]*include[ \t]*<.*)?\n)*", path.read_text(encoding="utf-8")).group()
+    if "#" not in top:
+        return []
+    header = folder / f"{path.stem}_{number}.hpp"
+    header.write_text(top, encoding="utf-8")
+    output = f"{header}.gch"  # clang also looks for this name
+    status, _ = run([*command_of(compiler), "-x", "c++-header", str(header), "-o", output], timeout=300)
+    return ["-include", str(header)] if status == 0 else []
+
+
+def problem_of(compiler, flags, path, number, texts):
+    command = [*command_of(compiler), "-fsyntax-only", *flags]
     if number:
         command.append(f"-DEXPECT_FAIL_{number}")
     status, output = run([*command, str(path)], timeout=300)
@@ -64,16 +82,18 @@ def problem_of(compiler, path, number, texts):
 
 
 def check_files(report, compilers, paths, jobs):
-    todo = []
-    for path in paths:
-        defects = defects_of(path)
-        if not defects:
-            report.check(f"{path.name}", "holds no EXPECT_FAIL_n")
-        for compiler in compilers:
-            todo.append((compiler, path, 0, []))
-            todo.extend((compiler, path, number, texts) for number, texts in defects)
-    problems = in_parallel(jobs, lambda item: problem_of(*item), todo)
-    for (compiler, path, number, texts), problem in zip(todo, problems):
+    pairs = [(number, compiler, path) for path in paths for number, compiler in enumerate(compilers)]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = in_parallel(jobs, lambda pair: precompiled(pathlib.Path(folder), *pair), pairs)
+        todo = []
+        for (_, compiler, path), with_flags in zip(pairs, flags):
+            defects = defects_of(path)
+            if not defects:
+                report.check(f"{path.name}", "holds no EXPECT_FAIL_n")
+            todo.append((compiler, with_flags, path, 0, []))
+            todo.extend((compiler, with_flags, path, number, texts) for number, texts in defects)
+        problems = in_parallel(jobs, lambda item: problem_of(*item), todo)
+    for (compiler, _, path, number, texts), problem in zip(todo, problems):
         what = f"refused: {texts[0] if texts else number}" if number else "control"
         report.check(f"compile_fail {path.stem}, {what} [{pathlib.Path(compiler[-1]).name}]", problem)
 
