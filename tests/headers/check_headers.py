@@ -3,22 +3,25 @@
 """Compiles every public header in two translation units and links them.
 
 With the last compiler every header has a unit of its own that includes it alone, twice: it needs nothing before it and
-may come again. With every compiler one unit includes all headers in order, another in reverse: no order is needed. These
-are linked into one executable, so a function or variable that is not inline is a duplicate symbol.
+may come again. With every compiler one unit includes all headers in order; with the others another does in reverse: no
+order is needed. Two such units are linked into one executable, so a function or variable that is not inline is a
+duplicate symbol.
 
 What many headers include takes most of the time. With clang some of it is precompiled, each such header alone and
 twice; a header whose includes reach one of these is compiled after it. That hides nothing: it includes it anyway.
 
 With an nvcc, the headers that trainer.hpp and worker.hpp may reach (all but http/, adapters/, fmt.hpp and what includes
-them) are also compiled as CUDA sources, one a folder.
+them) are also compiled as one CUDA source.
 
 A header whose library is absent is skipped by name.
 """
 import argparse
+import concurrent.futures
 import os
 import pathlib
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 
@@ -40,7 +43,8 @@ LIBRARIES = {
     "nccl.h": ("NCCL", "nccl.h"),
 }
 NOT_FOR_NVCC = ("weightwire/http/", "weightwire/adapters/", "weightwire/fmt.hpp", "curl/", "boost/", "range/", "fmt/")
-HUBS = 16  # headers that clang precompiles
+HUBS = 32  # headers that clang precompiles
+WRITING = 0.3  # what writing a precompiled header takes, as a part of compiling it
 LARGE = {"nlohmann": 40, "boost": 10}  # libraries whose header takes as long as so many of ours
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
@@ -62,16 +66,20 @@ class Tree:
                     todo.append(other)
         return seen
 
+    def cost(self, name):
+        """About how long a header takes to compile: the files that it reaches; a large library counts as many."""
+        return sum(LARGE.get(other.split("/")[0], 1) for other in self.reach(name))
+
     def hubs(self, count):
-        """The headers whose precompiling spares most, by the files that they reach; a large library counts as many."""
+        """The headers whose precompiling spares most."""
         reached = {name: self.reach(name) for name in self.headers}
-        cost = {name: sum(LARGE.get(other.split("/")[0], 1) for other in reached[name]) for name in self.headers}
+        cost = {name: self.cost(name) for name in self.headers}
         spared = dict.fromkeys(self.headers, 0)  # header -> what the hubs so far spare it
         chosen = []
 
         def gain(hub):
-            return sum(max(0, cost[hub] - spared[name])
-                       for name in self.headers if hub in reached[name]) - 2 * cost[hub]
+            users = (name for name in self.headers if name not in chosen and name != hub and hub in reached[name])
+            return sum(max(0, cost[hub] - spared[name]) for name in users) - spared[hub] - WRITING * cost[hub]
 
         while len(chosen) < count:
             best = max((name for name in self.headers if name not in chosen), key=gain, default=None)
@@ -108,10 +116,10 @@ def last_lines(text, count=40):
     return "\n".join((errors or lines)[:count])
 
 
-def compile_one(command, source, text, keep=True):
+def compile_one(command, source, text, keep=True, timeout=300):
     source.write_text(text)
     wanted = ["-c", "-o", source.name + ".o"] if keep else ["-fsyntax-only"]
-    status, output = run([*command, *wanted, source.name], cwd=source.parent)
+    status, output = run([*command, *wanted, source.name], timeout, cwd=source.parent)
     return "" if status == 0 else last_lines(output)
 
 
@@ -142,14 +150,15 @@ def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
     def compiled_alone(name):
         flat = name.replace("/", "__")
         within = [hub for hub in precompiled if hub in tree.reach(name)]
-        first = max(within, key=lambda hub: len(tree.reach(hub)), default=None)
+        first = max(within, key=tree.cost, default=None)
         after = ["-include-pch", precompiled[first]] if first else []
         return compile_one([*without_cache, *after], work / (flat + ".cpp"), f"#include <{name}>\n" * 2, keep=False)
 
     def precompile(name):
         header = work / (name.replace("/", "__") + ".hpp")
         header.write_text(f"#include <{name}>\n" * 2)
-        status, output = run([*without_cache, "-x", "c++-header", "-o", header.name + ".pch", header.name], cwd=work)
+        status, output = run([*without_cache, "-fpch-instantiate-templates", "-x", "c++-header", header.name, "-o",
+                              header.name + ".pch"], cwd=work)
         return (header.name + ".pch", "") if status == 0 else ("", last_lines(output))
 
     good, units = present, []
@@ -165,37 +174,35 @@ def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
         for name in present:
             report.check(f"header {name} [{label}]", problems[name])
         good = [name for name in present if not problems[name]]
-    jobs_all = [("in_order.cpp", good), ("in_reverse.cpp", good[::-1])]
+    # Compiled alone, no header needs an order: the second unit is the first once more.
+    jobs_all = [("in_order.cpp", good)] + ([] if alone else [("in_reverse.cpp", good[::-1])])
     for (unit, _), problem in zip(jobs_all, in_parallel(jobs, compiled, jobs_all)):
         report.check(f"{len(good)} headers in one unit, {unit[:-4].replace('_', ' ')} [{label}]",
                      problem)
         if not problem:
-            units.append(unit)
+            units.append(unit + ".o")
+    if alone and units:
+        units.append("once_more.o")
+        shutil.copy(work / units[0], work / units[1])
     (work / "main.cpp").write_text("int main() {}\n")
     # A library's own symbols may stay open: nothing is run.
-    status, output = run([*compiler, "-pthread", "main.cpp", *(unit + ".o" for unit in units),
+    status, output = run([*compiler, "-pthread", "main.cpp", *units,
                           "-Wl,--unresolved-symbols=ignore-all", "-o", "all"], cwd=work)
     report.check(f"no duplicate symbol over {len(units)} units [{label}]", last_lines(output) if status else "")
 
 
-def check_nvcc(report, tree, nvcc, jobs, work):
+def compiled_as_cuda(tree, nvcc):
+    """The headers that NCCL is needed for and is not there, those compiled, and what is wrong with them."""
     command = [*nvcc, "-std=c++20", "-O0", f"-I{tree.include}", *nccl_include(), "-Xcompiler", "-Wall", "-Werror",
                "all-warnings"]
-    has_nccl = not compile_one(command, work / "probe.cu", "#include <nccl.h>\n")
-    folders = {}
-    for name in tree.headers:
-        if not has_nccl and "nccl.h" in tree.libraries(name):
-            report.skip(f"header {name} as .cu [nvcc]", "needs NCCL")
-        elif not any(other.startswith(NOT_FOR_NVCC) for other in {name, *tree.reach(name)}):
-            folders.setdefault(pathlib.PurePosixPath(name).parent.as_posix(), []).append(name)
-
-    def folder_as_cuda(folder):
-        text = "".join(f"#include <{name}>\n" for name in folders[folder])
-        return compile_one(command, work / (folder.replace("/", "__") + ".cu"), text)
-
-    names = list(folders)
-    for folder, problem in zip(names, in_parallel(jobs, folder_as_cuda, names)):
-        report.check(f"{len(folders[folder])} headers of {folder} as .cu [nvcc]", problem)
+    with tempfile.TemporaryDirectory() as folder:
+        work = pathlib.Path(folder)
+        lacks_nccl = bool(compile_one(command, work / "probe.cu", "#include <nccl.h>\n"))
+        skipped = [name for name in tree.headers if lacks_nccl and "nccl.h" in tree.libraries(name)]
+        present = [name for name in tree.headers if name not in skipped and
+                   not any(other.startswith(NOT_FOR_NVCC) for other in {name, *tree.reach(name)})]
+        text = "".join(f"#include <{name}>\n" for name in present)
+        return skipped, present, compile_one(command, work / "all.cu", text, timeout=900)
 
 
 def self_test(report, compiler, flags, jobs):
@@ -241,15 +248,20 @@ def main():
     report = Report()
     tree = Tree(arguments.include.resolve())
     flags = shlex.split(arguments.flags)
-    for number, compiler in enumerate(arguments.compiler):
-        with tempfile.TemporaryDirectory() as work:
-            check_host_compiler(report, tree, shlex.split(compiler), flags, arguments.jobs, pathlib.Path(work),
-                                alone=number + 1 == len(arguments.compiler))
-    if arguments.compiler:
-        self_test(report, shlex.split(arguments.compiler[0]), flags, arguments.jobs)
-    if arguments.nvcc:
-        with tempfile.TemporaryDirectory() as work:
-            check_nvcc(report, tree, shlex.split(arguments.nvcc), arguments.jobs, pathlib.Path(work))
+    # nvcc takes one processor for a minute: beside it the host compilers run.
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        cuda = beside.submit(compiled_as_cuda, tree, shlex.split(arguments.nvcc)) if arguments.nvcc else None
+        for number, compiler in enumerate(arguments.compiler):
+            with tempfile.TemporaryDirectory() as work:
+                check_host_compiler(report, tree, shlex.split(compiler), flags, arguments.jobs, pathlib.Path(work),
+                                    alone=number + 1 == len(arguments.compiler))
+        if arguments.compiler:
+            self_test(report, shlex.split(arguments.compiler[0]), flags, arguments.jobs)
+        if cuda:
+            skipped, present, problem = cuda.result()
+            for name in skipped:
+                report.skip(f"header {name} as .cu [nvcc]", "needs NCCL")
+            report.check(f"{len(present)} headers as .cu [nvcc]", problem)
     report.exit()
 
 
