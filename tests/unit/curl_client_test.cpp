@@ -223,6 +223,20 @@ TEST_CASE("a repeat that finds no server any more is an unreachable one, not a b
           reply_fault::unreachable);
 }
 
+TEST_CASE("a refused connection says to start the worker first") {
+    std::string url;
+    {
+        scripted_server gone{[](raw_connection&) {}};
+        url = gone.url();
+    }
+    curl_client client{url};
+    const auto answer = client.exchange({.method = "GET", .target = "/version"}, soon());
+    CHECK(answer.fault == reply_fault::unreachable);
+    CHECK_MESSAGE(answer.fault_text.find("nothing listens there: start the worker first") !=
+                      std::string::npos,
+                  answer.fault_text);
+}
+
 TEST_CASE("redirects are not followed and statuses are handed on") {
     scripted_server server{[](raw_connection& client) {
         static_cast<void>(read_request(client));

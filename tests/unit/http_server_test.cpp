@@ -234,7 +234,8 @@ TEST_CASE("a token is required by every route but the health check") {
         const auto answer = status(wrong, "POST", "/pause");
         CHECK(answer.status == 401);
         CHECK(answer.body ==
-              "{\"error\":{\"message\":\"usage: this server requires its token; send it as "
+              "{\"error\":{\"message\":\"usage: this server requires its token: "
+              "client_options::token in C++, --token of the programs, else a header "
               "Authorization: Bearer ...\",\"type\":\"Unauthorized\",\"param\":null,"
               "\"code\":401}}");
     }

@@ -141,5 +141,7 @@ TEST_CASE("over TLS a server is trusted by the ca_file, and nothing is sent to a
     check_refused(call(proxy.url(), folder / "other.pem"), "certificate");
     check_refused(call(proxy.url("localhost"), ours), "localhost");
     check_refused(call(proxy.url(), folder / "missing.pem"), "missing.pem");
-    check_refused(call("https://127.0.0.1:" + std::to_string(server.port()), ours), "SSL");
+    const auto plain = call("https://127.0.0.1:" + std::to_string(server.port()), ours);
+    check_refused(plain, "SSL");
+    check_refused(plain, "does the server speak https?");
 }

@@ -103,8 +103,21 @@ TEST_CASE(
 
     parameter_table strict{manifest{held}, {.aliases = {{"tied", "a"}}}};
     CHECK_FALSE(strict.converts_dtypes());
-    CHECK(text_of_begin(strict, manifest{sent(dtype::f32, dtype::f32, dtype::i32)})
-              .find("expected bfloat16[4, 2], found float32[4, 2]") != std::string::npos);
+    const auto remedy = [](std::string_view text) {
+        return text.find("the table needs convert_dtypes") != std::string_view::npos;
+    };
+    const auto wants_option =
+        text_of_begin(strict, manifest{sent(dtype::f32, dtype::f32, dtype::i32)});
+    CHECK(wants_option.find("expected bfloat16[4, 2], found float32[4, 2]") != std::string::npos);
+    CHECK(remedy(wants_option));
+    // No option helps: no such conversion, another shape, or it is set already.
+    const auto hopeless = [&](parameter_table& of, const std::vector<param_meta>& list) {
+        const auto text = text_of_begin(of, manifest{list});
+        return !text.empty() && !remedy(text);
+    };
+    CHECK(hopeless(strict, sent(dtype::u16, dtype::f32, dtype::i32)));
+    CHECK(hopeless(strict, turned));
+    CHECK(hopeless(table, sent(dtype::u16, dtype::f32, dtype::i32)));
 }
 
 TEST_CASE("Rounds of a converted manifest allocate nothing, and another dtype is noticed") {

@@ -12,6 +12,7 @@
 #include <doctest/doctest.h>
 
 #include <weightwire/wire/client_calls.hpp>
+#include <weightwire/wire/envelope.hpp>
 #include <weightwire/wire/probe.hpp>
 
 namespace {
@@ -151,7 +152,9 @@ TEST_CASE("probe: a peer that falls silent at any question has a problem") {
 TEST_CASE("probe: what a server answers wrongly is its problem, with the place") {
     CHECK(probe_one(with(newest, "/version", {0, "", reply_fault::timed_out})).problem.kind ==
           "timeout");
-    CHECK(probe_one(with(newest, "/version", {404, "no"})).problem.kind == "unsupported");
+    const auto elsewhere = probe_one(with(newest, "/version", {404, "no"})).problem;
+    CHECK(elsewhere.kind == "unsupported");
+    CHECK(contains(elsewhere.message(), "404 to /version: neither a weightwire worker nor vLLM"));
     CHECK(probe_one(with(newest, "/version", {401, ""})).problem.kind == "usage");
     CHECK(contains(probe_one(with(newest, "/version", {200, "<html>"})).problem.message(),
                    "not JSON"));
@@ -168,6 +171,55 @@ TEST_CASE("probe: what a server answers wrongly is its problem, with the place")
     CHECK(contains(
         probe_one(with(newest, "/weight_info", {200, R"({"weight_version":7})"})).problem.message(),
         "$.weight_version"));
+}
+
+TEST_CASE("reply_failure: what our own server says is said once, with what only it knows") {
+    const error_context there{.phase = phase::update,
+                              .tensor = "a.b",
+                              .backend = "ipc",
+                              .rank = 1,
+                              .bytes_done = 3,
+                              .bytes_total = 9};
+    const auto told = native_http_error(timeout_error{"the ring stood still", there});
+    const auto problem = reply_failure(
+        {.peer = "http://[::1]:8000", .answer = {.status = told.status, .body = error_body(told)}},
+        phase::update);
+    CHECK(problem.message() ==
+          "timeout [phase update] [backend ipc] [peer http://[::1]:8000] [tensor a.b]: the server "
+          "answered 500: [rank 1] [bytes 3 of 9] the ring stood still (code 500)");
+
+    const auto said = [](int status, std::string body) {
+        return reply_failure({.peer = "x", .answer = {.status = status, .body = std::move(body)}},
+                             phase::finish)
+            .message();
+    };
+    // Of another phase, cut short, or no message of ours: as it came.
+    CHECK(said(500, R"({"error":"data [phase init] [tensor t]: short"})") ==
+          "data [phase finish] [peer x] [tensor t]: the server answered 500: [phase init] short "
+          "(code 500)");
+    CHECK(said(500, R"({"error":"data [phase in"})") ==
+          "data [phase finish] [peer x]: the server answered 500: data [phase in (code 500)");
+    CHECK(said(400, R"({"error":"no [tensor t]: here"})") ==
+          "protocol [phase finish] [peer x] [tensor t]: the server answered 400: no [tensor t]: "
+          "here (code 400)");
+    // A page of somebody else's.
+    CHECK(said(502, "\r\n<html>\r\n<body>Bad gateway</body>") ==
+          "peer [phase finish] [peer x]: the server answered 502: <html> (code 502)");
+    CHECK(said(502, "") == "peer [phase finish] [peer x]: the server answered 502:  (code 502)");
+}
+
+TEST_CASE("reply_failure: no answer says what to look at, and time only where time ran out") {
+    const auto said = [](reply_fault fault) {
+        return reply_failure({.peer = "x", .answer = {.fault = fault}}, phase::probe).text;
+    };
+    CHECK(contains(said(reply_fault::unreachable), "was started and can be reached"));
+    CHECK(contains(said(reply_fault::closed), "it may have died"));
+    CHECK(contains(said(reply_fault::malformed), "the server that was meant"));
+    for (const auto fault : {reply_fault::unreachable, reply_fault::closed, reply_fault::cancelled,
+                             reply_fault::malformed}) {
+        CHECK_FALSE(contains(said(fault), "allow more time"));
+    }
+    CHECK(contains(said(reply_fault::timed_out), "allow more time"));
 }
 
 TEST_CASE("probe: a worker of another native wire is known as such") {

@@ -45,7 +45,7 @@ public:
                 std::string{to_string(held)} +
                 (converts_ ? ", and there is no conversion between them"
                            : ", and this backend moves bytes as they are; send what the worker "
-                             "holds, or choose a backend that converts"),
+                             "holds, or choose a backend that converts (cuda_ipc)"),
             {.phase = where, .tensor = sent.name, .backend = std::string{backend_}, .rank = rank}};
     }
 

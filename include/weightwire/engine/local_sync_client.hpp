@@ -51,6 +51,7 @@ public:
             throw usage_error{"a local client needs at least one service"};
         }
     }
+    local_sync_client(local_sync_client&&) = delete;  // its threads point to it: give it a name
     local_sync_client(const local_sync_client&) = delete;
     local_sync_client& operator=(const local_sync_client&) = delete;
 

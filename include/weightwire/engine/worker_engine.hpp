@@ -332,6 +332,7 @@ public:
             const manifest* after = native_ != nullptr ? &native_->parameters : nullptr;
             sessions_.commit_zeros(sink(0).parameters(), after, until, mine,
                                    [&](auto takes) { require_wanted(call, until, mine, takes); });
+            set_label("reset");  // zeros are no version; the next commit names its own
         }
     }
 

@@ -219,8 +219,20 @@ private:
                        "certificate of its authority in ca_file");
         } else {
             failed(fault_of(code, sendings > 0),
-                   error_text[0] != '\0' ? error_text : curl_easy_strerror(code));
+                   (error_text[0] != '\0' ? error_text : curl_easy_strerror(code)) + remedy(code));
         }
+    }
+
+    /// What to do about a connection that could not be made, where that is clear.
+    [[nodiscard]] std::string remedy(CURLcode code) const {
+        long native = 0;
+        curl_easy_getinfo(easy, CURLINFO_OS_ERRNO, &native);
+        if (code == CURLE_COULDNT_CONNECT && native == ECONNREFUSED) {
+            return "; nothing listens there: start the worker first, or correct the address";
+        }
+        return code == CURLE_SSL_CONNECT_ERROR
+                   ? "; does the server speak https? a worker_server speaks http"
+                   : "";
     }
 
     static std::size_t on_body(char* data, std::size_t size, std::size_t count, void* self) {

@@ -255,7 +255,8 @@ private:
         if (!options_.token.empty() && !open &&
             !is_authorized(head.authorization, options_.token)) {
             return {401,
-                    "usage: this server requires its token; send it as Authorization: Bearer ..."};
+                    "usage: this server requires its token: client_options::token in C++, --token "
+                    "of the programs, else a header Authorization: Bearer ..."};
         }
         if (!is_plain_or_chunked()) {
             return {

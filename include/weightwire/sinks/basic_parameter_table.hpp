@@ -147,8 +147,8 @@ public:
         return snapshot{core_, core_.enter(until, stop, true)};
     }
     /// The same, waiting at most `acquire_wait` for a `copy_in` commit, and never for an `in_place`
-    /// session.
-    /// @throws dirty_error the weights are a mix, or being overwritten.
+    /// session: with that mode readers want `acquire(deadline)`.
+    /// @throws dirty_error the weights are a mix, or being overwritten; says which.
     [[nodiscard]] snapshot acquire() {
         return snapshot{core_, core_.enter(deadline::after(options_.acquire_wait), {}, false)};
     }

@@ -84,13 +84,20 @@ public:
     }
 
     /// Throws when a tensor does not fit parameter `i`.
+    /// @param may_convert another dtype could be taken with `convert_dtypes`: say so.
     /// @throws coverage_error another dtype or shape; names the tensor, expected and found.
-    void require_match(std::size_t i, dtype type, const shape& extents, phase where) const {
+    void require_match(std::size_t i, dtype type, const shape& extents, phase where,
+                       bool may_convert = false) const {
         const auto& expected = parameters_[i];
         if (type != expected.dtype || extents != expected.shape) {
+            const bool convertible = may_convert && type != expected.dtype &&
+                                     extents == expected.shape && can_convert(type, expected.dtype);
             throw coverage_error{"expected " + described(expected.dtype, expected.shape) +
                                      ", found " + described(type, extents) +
-                                     "; sender and worker must hold the same model",
+                                     "; sender and worker must hold the same model" +
+                                     (convertible ? ", or the table needs convert_dtypes, with a "
+                                                    "backend that converts (cuda_ipc)"
+                                                  : ""),
                                  {.phase = where, .tensor = expected.name}};
         }
     }
@@ -258,7 +265,7 @@ private:
             const auto& held = parameters_[at];
             if (!convert_dtypes_ || !can_convert(found.dtype, held.dtype) ||
                 found.shape != held.shape) {
-                require_match(at, found.dtype, found.shape, phase::start);
+                require_match(at, found.dtype, found.shape, phase::start, !convert_dtypes_);
             }
             positions_[i] = at;
             dtypes_[i] = found.dtype;

@@ -34,9 +34,9 @@ struct parameter_table_options {
     std::vector<std::pair<std::string, std::string>> aliases{};
     /// A session's parameter may have another dtype than the table's where `can_convert` says so
     /// (core/convert.hpp): a trainer's f32 master weights, a worker's bf16. The table keeps its
-    /// dtype, and the destinations have it: only a backend that converts can write them, every
-    /// other is refused. What is converted is not compared with the trainer's digests. `initialize`
-    /// and updates in vLLM's form take the table's dtypes only.
+    /// dtype, and the destinations have it: only a backend that converts (`cuda_ipc`) can write
+    /// them, every other is refused. What is converted is not compared with the trainer's digests.
+    /// `initialize` and updates in vLLM's form take the table's dtypes only.
     bool convert_dtypes = false;
     staging_time staging = staging_time::at_construction;
     /// How long `acquire()` without a deadline waits at most.

@@ -105,8 +105,11 @@ public:
                     std::to_string(version) + " is being overwritten",
                 {.phase = phase::serve}};
         }
-        throw dirty_error{"the weights are a mix of version " + std::to_string(version) +
-                              " and a later one; send a full update",
+        const std::string what = std::to_string(version);
+        throw dirty_error{closed_ ? "an update is being written over version " + what +
+                                        "; wait for its end with acquire(deadline)"
+                                  : "the weights are a mix of version " + what +
+                                        " and a later one; send a full update",
                           {.phase = phase::serve}};
     }
 

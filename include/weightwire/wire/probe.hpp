@@ -71,6 +71,12 @@ inline constexpr std::int64_t largest_server = std::int64_t{1} << 20U;
 
 /// What the replies to `GET /version` say.
 inline void read_version(server_profile& profile, const peer_reply& reply) {
+    if (reply.answer.status == 404) {
+        throw unsupported_error{
+            "the server answers 404 to /version: neither a weightwire worker nor vLLM is at this "
+            "address; correct the port, or the path before the routes",
+            {.phase = phase::probe, .peer = profile.peer, .native_code = 404}};
+    }
     profile.native = decode_version_reply(reply.answer.body, profile.version_text);
     profile.version = parse_server_version(profile.version_text);
 }
@@ -176,10 +182,6 @@ template <class Client>
     detail::probe_route(
         client, profiles, "/version", 404, all,
         [](server_profile& profile, const peer_reply& reply) {
-            if (!reply.ok()) {
-                profile.problem = reply_failure(reply, phase::probe);
-                return;
-            }
             detail::read_version(profile, reply);
             profile.has_session_routes = profile.native.has_value();
         },

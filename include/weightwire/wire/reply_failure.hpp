@@ -1,7 +1,8 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
-#include <array>
+#include <algorithm>
+#include <cstddef>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -16,8 +17,8 @@ namespace weightwire::wire {
 
 namespace detail {
 
-/// `message` of `{"error":{"message":…}}` or the text of `{"error":"…"}`; else the beginning of the
-/// body.
+/// `message` of `{"error":{"message":…}}` or the text of `{"error":"…"}`; else the body's first
+/// line, which may be a page of HTML's.
 [[nodiscard]] inline std::string envelope_text(std::string_view body) {
     constexpr std::size_t longest_worth_parsing = 65536;
     if (body.size() <= longest_worth_parsing) {
@@ -32,7 +33,8 @@ namespace detail {
             }
         }
     }
-    return std::string{body.substr(0, 500)};
+    body.remove_prefix(std::min(body.find_first_not_of(" \t\r\n"), body.size()));
+    return std::string{body.substr(0, std::min<std::size_t>(body.find_first_of("\r\n"), 500))};
 }
 
 /// The leaf that a message of our own server begins with, or nothing: `integrity [phase finish] …`.
@@ -64,6 +66,39 @@ namespace detail {
     }
     const auto begin = open + key.size() + 2;
     return std::string{text.substr(begin, close - begin)};
+}
+
+/// A message of our own server, which begins with `kind`, without what a failure in `where` says
+/// itself: the kind, the phase, the backend and the tensor.
+[[nodiscard]] inline std::string sentence_of(std::string_view text, std::string_view kind,
+                                             phase where) {
+    const auto phase_field = "phase " + std::string{to_string(where)};
+    std::string kept;
+    auto rest = text.substr(kind.size());
+    while (rest.starts_with(" [")) {
+        const auto end = std::min(rest.find("] ["), rest.find("]: "));
+        if (end == std::string_view::npos) {
+            return std::string{text};
+        }
+        const auto field = rest.substr(2, end - 2);
+        if (field != phase_field && !field.starts_with("backend ") &&
+            !field.starts_with("tensor ")) {
+            kept.append("[").append(field).append("] ");
+        }
+        rest.remove_prefix(end + 1);
+    }
+    return rest.starts_with(": ") ? kept.append(rest.substr(2)) : std::string{text};
+}
+
+/// What to look at when a server gave no answer.
+[[nodiscard]] constexpr std::string_view advice_on(reply_fault fault) noexcept {
+    switch (fault) {
+        case reply_fault::unreachable: return "; see that it was started and can be reached";
+        case reply_fault::closed: return "; it may have died, see its log";
+        case reply_fault::timed_out: return "; see what it is busy with, or allow more time";
+        case reply_fault::malformed: return "; see that it is the server that was meant";
+        default: return "";
+    }
 }
 
 [[nodiscard]] constexpr std::string_view kind_of_fault(reply_fault fault) noexcept {
@@ -105,17 +140,19 @@ namespace detail {
     const auto& answer = reply.answer;
     if (answer.fault != reply_fault::none) {
         return {std::string{detail::kind_of_fault(answer.fault)},
-                "no answer from the server (" + std::string{to_string(answer.fault)} +
-                    "); see that it was started and is reachable, or allow more time",
+                "no answer from the server (" + std::string{to_string(answer.fault)} + ")" +
+                    std::string{detail::advice_on(answer.fault)},
                 {.phase = where, .peer = reply.peer, .native_text = answer.fault_text}};
     }
     const auto text = detail::envelope_text(answer.body);
     const auto kind = detail::leading_kind(text);
     return {std::string{kind.empty() ? detail::kind_of_status(answer.status) : kind},
-            "the server answered " + std::to_string(answer.status) + ": " + text,
+            "the server answered " + std::to_string(answer.status) + ": " +
+                (kind.empty() ? text : detail::sentence_of(text, kind, where)),
             {.phase = where,
              .peer = reply.peer,
              .tensor = detail::bracketed(text, "tensor"),
+             .backend = kind.empty() ? std::string{} : detail::bracketed(text, "backend"),
              .native_code = answer.status}};
 }
 
