@@ -11,7 +11,7 @@ build_packages=(g++ meson ninja-build pkg-config python3 nlohmann-json3-dev libf
                 libcurl4-openssl-dev libboost-dev libcli11-dev)
 # What the tests need beside.
 # shellcheck disable=SC2034
-test_packages=(doctest-dev python3-venv ccache doxygen)
+test_packages=(doctest-dev python3-venv ccache doxygen libucx-dev iproute2 util-linux)
 
 have_package() {
     [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]

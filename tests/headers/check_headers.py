@@ -41,6 +41,7 @@ LIBRARIES = {
     "nlohmann/": ("nlohmann/json", "nlohmann/json.hpp"),
     "cuda_runtime": ("the CUDA runtime", "cuda_runtime_api.h"),
     "nccl.h": ("NCCL", "nccl.h"),
+    "ucp/": ("UCX", "ucp/api/ucp.h"),
 }
 NOT_FOR_NVCC = ("weightwire/http/", "weightwire/adapters/", "weightwire/fmt.hpp", "curl/", "boost/", "range/", "fmt/")
 HUBS = 32  # headers that clang precompiles

@@ -38,7 +38,8 @@ public:
     [[nodiscard]] bool read(std::uint64_t offset, std::span<std::byte> to) {
         return read_ != nullptr && (read_(state_, offset, to), true);
     }
-    /// Index in the manifest of the tensor that `next()` gives next.
+    /// Index in the manifest of the tensor that `next()` gives next; its size after the last. Where
+    /// this rank holds only some (`HasHeldNames`), those that it does not hold are skipped.
     [[nodiscard]] std::size_t position() const noexcept { return position_(state_); }
     /// What the source grants.
     [[nodiscard]] tensor_lifetime lifetime() const noexcept { return lifetime_; }
@@ -68,8 +69,13 @@ private:
 template <WeightSource Source>
 class round_of {
 public:
-    round_of(Source& source, const weightwire::manifest& expected)
-        : source_{&source}, manifest_{&expected}, range_{source.weights()} {}
+    /// @param held for a source that yields only some parameters: one a parameter, not 0 for those.
+    /// Empty: it yields all.
+    round_of(Source& source, const weightwire::manifest& expected,
+             std::span<const unsigned char> held = {})
+        : source_{&source}, manifest_{&expected}, held_{held}, range_{source.weights()} {
+        skip();
+    }
     round_of(const round_of&) = delete;
     round_of& operator=(const round_of&) = delete;
 
@@ -123,12 +129,26 @@ private:
         current_ = **at_;
         check(expected);
         ++position_;
+        skip();
         return &current_;
+    }
+
+    /// To the next parameter that the source yields.
+    void skip() noexcept {
+        while (position_ < held_.size() && held_[position_] == 0) {
+            ++position_;
+        }
     }
 
     void check(const param_meta& expected) const {
         if (current_.name == expected.name && current_.tensor.type() == expected.dtype &&
             current_.tensor.extents() == expected.shape) {
+            if (current_.tensor.data() == nullptr && current_.tensor.byte_size() != 0) {
+                throw data_error{"the source yields no address for a tensor of " +
+                                     std::to_string(current_.tensor.byte_size()) +
+                                     " bytes; give the view the memory that it is of",
+                                 {.phase = phase::update, .tensor = expected.name}};
+            }
             return;
         }
         throw data_error{"the source yields " + std::string{current_.name} + " " +
@@ -147,6 +167,7 @@ private:
 
     std::remove_reference_t<Source>* source_;
     const weightwire::manifest* manifest_;
+    std::span<const unsigned char> held_;
     range_type range_;
     std::optional<std::ranges::iterator_t<range_type>> at_;
     named_tensor current_{};

@@ -64,6 +64,11 @@ struct transport_capabilities {
     /// nothing that another receiver of the same rank can see: the worker then opens a new
     /// trainer's receivers before it lets go of the old one's, who loses nothing if that fails.
     bool opens_beside = false;
+    /// Made for weights in shards. A trainer rank may hold only some of the parameters
+    /// (`HasHeldNames`), and each runs `send` beside the call. A session's parameters are the
+    /// sink's own, of each rank for itself, whatever the trainer's are: the receiver has planned
+    /// which bytes go where.
+    bool sharded = false;
     /// What giving up takes once a wait in `open`, `send` or `receive` has ended: an abort of a
     /// broadcast. The engines end those waits this much before the call that carries them, so that
     /// the reason is still heard. At most a quarter of the time is kept for it.
@@ -99,6 +104,11 @@ struct sender_context {
     /// What `export_memory` gave on each trainer rank, for rank 0's `prepare` (`HasRankExports`).
     /// Empty where the trainer has one rank: then `send` may read ahead.
     std::span<const std::string> exports{};
+    /// Of a `sharded` transport: one a parameter, not 0 where this rank holds it; empty: it holds
+    /// all. `stable_tensors` has no data for the others.
+    std::span<const unsigned char> held{};
+    /// Of a `sharded` transport: sizes of the gather groups, in manifest order.
+    std::span<const std::size_t> group_sizes{};
 };
 
 /// One way to tell a vLLM server of the transfer: its releases differ in the fields that they know.
@@ -155,6 +165,8 @@ struct transport_open {
     std::string_view transport{};
     /// The trainer's parameters; null from a vLLM peer, which names them in each update.
     const manifest* parameters = nullptr;
+    /// Of a `sharded` transport: what this rank's sink holds. Lives until `release`.
+    const manifest* destinations = nullptr;
 };
 
 /// One update call as a receiver sees it.
@@ -318,6 +330,11 @@ concept HasSharedPlan = requires(Sender& sender, const Sender& planned, std::str
 ///   sources advance in step. When all have, rank 0 alone makes the call and sends, which reads
 ///   nothing ahead. No rank stages the next part before that has ended.
 /// - `close` ends it on every rank; `open`, `send` and `digests` are rank 0's alone.
+/// - Of a `sharded` transport, `send` runs on every rank while rank 0's call is under way, and
+/// reads
+///   what `stage` has left of the part: sources need not advance in step, but for what is
+///   collective in them. Peers that do not take part in the round are dropped on every rank before
+///   it.
 template <class Sender>
 concept HasRankExports = HasStage<Sender> && HasExportMemory<Sender> && HasSharedPlan<Sender>;
 
@@ -353,6 +370,12 @@ consteval bool explain_transport() {
                       "tensor_stream&, deadline, std::stop_token)");
         static_assert(HasSenderClose<Tag>, "Transport: the sender needs close(deadline)");
         using sender = typename backend_traits<Tag>::sender;
+        if constexpr (HasCapabilities<Tag>) {
+            static_assert(
+                HasRankExports<sender> || !backend_traits<Tag>::capabilities.sharded,
+                "Transport: a sharded transport's sender serves on every trainer rank: it "
+                "needs stage, export_memory, shared_plan and adopt_plan (HasRankExports)");
+        }
         static_assert(HasRankExports<sender> || !HasExportMemory<sender>,
                       "Transport: a sender with export_memory needs stage(std::uint64_t round, "
                       "std::size_t part, tensor_stream&, deadline, std::stop_token), shared_plan() "

@@ -12,6 +12,7 @@
 
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/core/deadline.hpp>
+#include <weightwire/core/manifest.hpp>
 #include <weightwire/engine/rank_crew.hpp>
 
 /// @file
@@ -55,12 +56,21 @@ public:
 
     /// Opens all, side by side on the threads of `crew`. After a throw none is open.
     /// @param with its manifest outlives this object, the rest this call.
+    /// @param destinations of a `sharded` transport, what each rank's sink holds: outlives this
+    /// object too. Else empty.
     /// @param stop requested when a rank fails.
     /// @throws what a receiver throws.
-    void open(rank_crew& crew, const transport_open& with, deadline until, std::stop_source stop) {
+    void open(rank_crew& crew, const transport_open& with,
+              std::span<const manifest* const> destinations, deadline until,
+              std::stop_source stop) {
         try {
-            crew.run([&](std::size_t i) { receivers_[i].open(with, until, stop.get_token()); },
-                     [&] { stop.request_stop(); });
+            crew.run(
+                [&](std::size_t i) {
+                    auto own = with;
+                    own.destinations = i < destinations.size() ? destinations[i] : nullptr;
+                    receivers_[i].open(own, until, stop.get_token());
+                },
+                [&] { stop.request_stop(); });
         } catch (...) {
             release(crew);
             throw;

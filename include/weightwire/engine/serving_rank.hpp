@@ -34,6 +34,7 @@ namespace weightwire::detail {
 /// What a round of serving ranks needs to know; the same on every rank but for `stop`.
 struct serving_round {
     const manifest& parameters;
+    std::span<const unsigned char> held;  ///< as in `sender_context`
     std::uint64_t number;
     deadline update_until;  ///< of the update
     deadline agree_until;   ///< when a rank that has not come is given up
@@ -49,18 +50,19 @@ struct serving_round {
 template <TrainerGroup Group, WeightSource Source>
 class serving_steps {
 public:
-    serving_steps(Group& group, Source& source, const manifest& parameters, deadline agree_until)
+    serving_steps(Group& group, Source& source, const serving_round& round)
         : group_{group},
-          agree_until_{agree_until},
+          held_{round.held},
+          agree_until_{round.agree_until},
           counted_{source},
-          walk_{counted_, parameters},
+          walk_{counted_, round.parameters, round.held},
           stream_{walk_.stream()} {}
     serving_steps(const serving_steps&) = delete;
     serving_steps& operator=(const serving_steps&) = delete;
 
     [[nodiscard]] tensor_stream& stream() noexcept { return stream_; }
 
-    /// Runs `work`, which advances the source until `end` tensors were asked for.
+    /// Runs `work`, which advances the source to position `end` of the manifest.
     /// @returns whether it went well on every rank. Where not, what this rank threw is kept.
     /// @throws what the group throws, or what `work` has thrown before that.
     template <class Work>
@@ -100,7 +102,11 @@ public:
     }
 
 private:
-    void advance_to(std::size_t end) noexcept {
+    void advance_to(std::size_t position) noexcept {
+        const auto end =
+            held_.empty()
+                ? position
+                : position - static_cast<std::size_t>(std::ranges::count(held_.first(position), 0));
         for (auto before = end; counted_.asked() < end && counted_.asked() != before;) {
             before = counted_.asked();
             try {
@@ -111,6 +117,7 @@ private:
     }
 
     Group& group_;
+    std::span<const unsigned char> held_;
     deadline agree_until_;
     counted_source<Source> counted_;
     round_of<counted_source<Source>> walk_;
@@ -140,10 +147,7 @@ public:
     /// @param session rank 0's; null elsewhere.
     template <TrainerGroup Group, class Session>
     [[nodiscard]] std::string tell_plan(Group& group, Session* session, deadline until) {
-        std::string mine;
-        if (session != nullptr && session->plan().second != adopted_) {
-            mine = digest_text(hash_of(session->parts())) + std::string{session->plan().first};
-        }
+        const auto mine = session != nullptr ? plan_to_tell(session) : std::string{};
         return std::move(group.all_gather(mine, until).front());
     }
     /// What `tell_plan` gave; does nothing on rank 0.
@@ -173,7 +177,7 @@ public:
     /// failed: the agreement that follows says so.
     template <TrainerGroup Group, class Session, WeightSource Source>
     void move(Group& group, Session* session, Source& source, const serving_round& round) {
-        serving_steps steps{group, source, round.parameters, round.agree_until};
+        serving_steps steps{group, source, round};
         if (!move_parts(group, session, steps, round)) {
             steps.give_up();
             return;
@@ -199,18 +203,27 @@ public:
 
 private:
     static constexpr std::size_t digest_length = 16;
+    static constexpr bool sharded = traits::capabilities.sharded;
+
+    template <class Session>
+    [[nodiscard]] std::string plan_to_tell(Session* session) const {
+        return session->plan().second == adopted_
+                   ? std::string{}
+                   : digest_text(hash_of(session->parts())) + std::string{session->plan().first};
+    }
 
     /// Returns false where the round has failed on some rank.
     template <TrainerGroup Group, class Session, class Steps>
     [[nodiscard]] bool move_parts(Group& group, Session* session, Steps& steps,
                                   const serving_round& round) {
-        const auto told = tell_plan(group, session, round.agree_until);
-        if (!told.empty()) {
-            if (!steps.together([&] { adopt_plan(told); }, 0)) {
+        auto told = tell_round(group, session, round.agree_until);
+        if (!told.plan.empty()) {
+            if (!steps.together([&] { adopt_plan(told.plan); }, 0)) {
                 return false;
             }
             plan_is_adopted(session);
         }
+        keep_peers(told.live);
         auto& stream = steps.stream();
         const std::span<const update_part> parts =
             session != nullptr ? session->parts() : std::span<const update_part>{sender_->parts()};
@@ -224,19 +237,60 @@ private:
                     stage_part<traits>(*sender_, round.number, part, stream, round.update_until,
                                        round.stop);
                 }
-                require_position(stream, end, "stage");
+                if (!sharded) {
+                    require_position(stream, end, "stage");
+                }
             };
             const auto call = [&] {
                 if (session != nullptr) {
                     session->call(part, stream, round.update_until);
-                    require_position(stream, end, "send");
+                } else if (sharded) {
+                    sender_->send(round.number, part, stream,
+                                  traits::capabilities.before_let_go(round.update_until),
+                                  round.stop);
+                } else {
+                    return;
                 }
+                require_position(stream, end, "send");
             };
             if (!steps.together(stage, end) || !steps.together(call, end)) {
                 return false;
             }
         }
         return true;
+    }
+
+    /// What rank 0 tells the others before a round.
+    struct round_news {
+        std::string plan{};  ///< as `tell_plan`
+        std::string live{};  ///< of shards: as `trainer_session::live_peers`
+    };
+    template <TrainerGroup Group, class Session>
+    [[nodiscard]] round_news tell_round(Group& group, Session* session, deadline until) {
+        if constexpr (!sharded) {
+            return {tell_plan(group, session, until), {}};
+        } else {
+            std::string mine;
+            if (session != nullptr) {
+                mine = session->live_peers() + "\n" + plan_to_tell(session);
+            }
+            const auto all = group.all_gather(mine, until);
+            const auto cut = std::min(all.front().find('\n'), all.front().size());
+            return {all.front().substr(std::min(cut + 1, all.front().size())),
+                    all.front().substr(0, cut)};
+        }
+    }
+    /// Drops the peers that are not in the round, and restores the others, on ranks above 0.
+    void keep_peers([[maybe_unused]] std::string_view live) {
+        if constexpr (sharded && HasDropPeer<sender_type>) {
+            for (std::size_t i = 0; sender_ && i < live.size(); ++i) {
+                if (live[i] == '1') {
+                    sender_->restore_peer(i);
+                } else {
+                    sender_->drop_peer(i);
+                }
+            }
+        }
     }
 
     /// The sources advance in step: nothing is left to `send`, nothing read ahead.

@@ -58,15 +58,9 @@ protected:
         return sender_->export_memory(context);
     }
 
-    /// Views live as long as this.
-    /// @param exports by trainer rank, where this one's is among them; else empty.
-    void open_first(const manifest& parameters, tensor_lifetime lifetime,
-                    std::span<const tensor_view> stable, std::span<const std::string> exports,
-                    deadline until) {
-        parameters_ = &parameters;
-        lifetime_ = lifetime;
-        stable_ = stable;
-        exports_ = exports;
+    /// @param context without the peers; its views live as long as this.
+    void open_first(const sender_context& context, deadline until) {
+        source_.emplace(context);
         stop_ = options_.stop;
         open_all(until);
     }
@@ -80,7 +74,7 @@ protected:
             }
         }
         note("the group lost a member: it is opened anew with every peer");
-        if (exports_.empty()) {
+        if (source_->exports.empty()) {
             try {
                 sender_->close(until.capped(options_.rejoin_budget));
             } catch (const error& caught) {
@@ -156,26 +150,24 @@ protected:
 private:
     /// Finds the peers, makes a sender and opens it together with all of them.
     void open_all(deadline until) {
-        init_.find(*parameters_, until, stop_);
+        init_.find(source_->parameters, until, stop_);
         note(init_.native() ? "native wire: every peer offers it for this backend"
                             : "vLLM wire: a peer does not offer the native one");
         note(pause_.choose(init_.native()));
-        if (exports_.empty()) {
+        if (source_->exports.empty()) {
             sender_.emplace(std::as_const(info_));
         }
-        auto inits = sender_->prepare({.parameters = *parameters_,
-                                       .peers = peers_.infos(),
-                                       .world_size = init_.world_size(),
-                                       .lifetime = lifetime_,
-                                       .stable_tensors = stable_,
-                                       .exports = exports_});
+        auto context = *source_;
+        context.peers = peers_.infos();
+        context.world_size = init_.world_size();
+        auto inits = sender_->prepare(context);
         if (inits.size() != peers_.size()) {
             throw usage_error{"the sender prepared " + std::to_string(inits.size()) +
                                   " init messages for " + std::to_string(peers_.size()) + " peers",
                               {.phase = phase::init, .backend = std::string{traits::wire_name}}};
         }
         if constexpr (HasRankExports<sender_type>) {
-            if (!exports_.empty()) {
+            if (!source_->exports.empty()) {
                 plan_ = sender_->shared_plan();
                 ++plans_;
             }
@@ -223,10 +215,7 @@ private:
         tell(events_, {.kind = event_kind::chosen, .phase = phase::init, .text = text});
     }
 
-    const manifest* parameters_ = nullptr;
-    std::span<const tensor_view> stable_;
-    std::span<const std::string> exports_;
-    tensor_lifetime lifetime_ = tensor_lifetime::until_next;
+    std::optional<sender_context> source_;  ///< without the peers
 };
 
 }  // namespace weightwire::detail

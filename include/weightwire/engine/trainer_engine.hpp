@@ -2,11 +2,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <exception>
 #include <optional>
 #include <ranges>
+#include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -24,6 +27,7 @@
 #include <weightwire/engine/sync_report.hpp>
 #include <weightwire/engine/trainer_options.hpp>
 #include <weightwire/engine/trainer_session.hpp>
+#include <weightwire/plan/groups.hpp>
 
 /// @file
 /// The trainer's engine: composed at compile time from a backend, a source, a client, and how its
@@ -38,7 +42,8 @@ namespace weightwire {
 /// the same order, and every rank's call ends with the same report or the same error. Only rank 0
 /// speaks to the client and sends; the other ranks advance their sources in lockstep, since
 /// materializing a tensor is usually a collective. Of a backend whose ranks all serve
-/// (`HasRankExports`) each rank has a sender, and a round goes through all of them part by part.
+/// (`HasRankExports`) each rank has a sender, and a round goes through all of them part by part. Of
+/// one that is `sharded` each also sends, what it holds (`HasHeldNames`).
 ///
 /// Not thread-safe, not movable. The destructor releases everything without waiting for a peer;
 /// `close` is orderly.
@@ -51,6 +56,7 @@ class trainer_engine {
     using session_type = detail::trainer_session<Tag, Client, std::remove_reference_t<Events>>;
     static constexpr bool ranks_serve = HasRankExports<typename backend_traits<Tag>::sender> &&
                                         !std::is_same_v<std::remove_cvref_t<Group>, single_rank>;
+    static constexpr bool sharded = backend_traits<Tag>::capabilities.sharded;
 
 public:
     using init_info = typename backend_traits<Tag>::init_info;
@@ -78,8 +84,13 @@ public:
             if (parameters_.total_bytes() == 0) {
                 throw data_error{"the source has no bytes to send", {.phase = phase::init}};
             }
+            find_shard();
         });
         require_equal(group_, parameters_.hash(), "list of parameters", until);
+        if constexpr (sharded) {
+            const auto sizes = digest(std::as_bytes(std::span{group_sizes_}));
+            require_equal(group_, sizes, "cut into gather groups", until);
+        }
         if constexpr (ranks_serve) {
             if (group_.size() > 1) {
                 gather_exports(info, until);
@@ -93,7 +104,9 @@ public:
                 if (!session_) {
                     session_.emplace(std::move(info), client_, events_, options_);
                 }
-                session_->open(parameters_, lifetime_of<Source>(), stable_, exports_, until);
+                auto context = own_context();
+                context.exports = exports_;
+                session_->open(context, until);
                 next_version_ = session_->next_version();
             }
         });
@@ -184,15 +197,49 @@ private:
         return out;
     }
 
+    /// Of a transport for shards: what this rank holds, and the gather groups.
+    /// @throws data_error the source holds a name that its metadata does not have.
+    void find_shard() {
+        if constexpr (sharded) {
+            group_sizes_ = plan::group_sizes(source_, parameters_);
+        }
+        if constexpr (sharded && HasHeldNames<source_type>) {
+            held_.assign(parameters_.size(), 0);
+            for (auto&& entry : source_.held_names()) {
+                const std::string_view name{entry};
+                const auto at = parameters_.find(name);
+                if (at == manifest::npos) {
+                    throw data_error{
+                        "the source says that it holds this, which its metadata does "
+                        "not name",
+                        {.phase = phase::init, .tensor = std::string{name}}};
+                }
+                held_[at] = 1;
+            }
+        }
+    }
+
     /// For a source of stable addresses: where its tensors are. One pass, on every rank.
     void collect_stable() {
         if constexpr (lifetime_of<Source>() == tensor_lifetime::stable) {
-            round_of<source_type> round{source_, parameters_};
+            round_of<source_type> round{source_, parameters_, held_};
             auto stream = round.stream();
-            while (const auto* entry = stream.next()) {
-                stable_.push_back(entry->tensor);
+            stable_.resize(parameters_.size());
+            for (auto at = stream.position(); const auto* entry = stream.next();
+                 at = stream.position()) {
+                stable_[at] = entry->tensor;
             }
         }
+    }
+
+    /// What a sender learns of this rank alone.
+    [[nodiscard]] sender_context own_context() const {
+        return {.parameters = parameters_,
+                .peers = {},
+                .lifetime = lifetime_of<Source>(),
+                .stable_tensors = stable_,
+                .held = held_,
+                .group_sizes = group_sizes_};
     }
 
     /// Makes every rank's sender; rank 0 is to know what each exports before it speaks to a peer.
@@ -200,15 +247,11 @@ private:
         std::string mine;
         together(phase::init, until, [&] {
             collect_stable();
-            const sender_context context{.parameters = parameters_,
-                                         .peers = {},
-                                         .lifetime = lifetime_of<Source>(),
-                                         .stable_tensors = stable_};
             if (group_.rank() == 0) {
                 session_.emplace(info, client_, events_, options_);
-                mine = session_->make_exporting_sender(context);
+                mine = session_->make_exporting_sender(own_context());
             } else {
-                mine = rank_.make_exporting_sender(info, context);
+                mine = rank_.make_exporting_sender(info, own_context());
             }
         });
         exports_ = group_.all_gather(mine, after_peers(until));
@@ -239,6 +282,7 @@ private:
             if (group_.size() > 1) {
                 rank_.move(group_, session(), source_,
                            {.parameters = parameters_,
+                            .held = held_,
                             .number = round_,
                             .update_until = before_finish(until),
                             .agree_until = after_peers(until),
@@ -246,7 +290,7 @@ private:
                 return;
             }
         }
-        round_of<source_type> round{source_, parameters_};
+        round_of<source_type> round{source_, parameters_, held_};
         auto stream = round.stream();
         try {
             if (session_) {
@@ -372,6 +416,8 @@ private:
     [[no_unique_address]] Events events_;
     trainer_options options_;
     manifest parameters_;
+    std::vector<unsigned char> held_;       ///< see `sender_context`
+    std::vector<std::size_t> group_sizes_;  ///< of a transport for shards
     std::vector<tensor_view> stable_;
     std::vector<std::string> exports_;  ///< by rank, where several serve
     std::optional<session_type> session_;
@@ -398,6 +444,16 @@ template <TrainerInitInfo Info, SyncClient Client, WeightSource Source,
                           Events>{std::forward<Info>(info),     std::forward<Client>(client),
                                   std::forward<Source>(source), std::move(options),
                                   std::forward<Group>(group),   std::forward<Events>(events)};
+}
+
+/// Tensors that are no source yet: says what makes one of them.
+template <TrainerInitInfo Info, SyncClient Client, std::ranges::range Tensors, class... Rest>
+    requires(!WeightSource<Tensors> &&
+             std::convertible_to<std::ranges::range_reference_t<Tensors>, named_tensor>)
+void trainer_init(Info&&, Client&&, Tensors&&, Rest&&...) {
+    static_assert(WeightSource<Tensors>,
+                  "trainer_init: a range of named_tensor is no WeightSource; wrap it: "
+                  "weightwire::span_source{tensors}");
 }
 
 }  // namespace weightwire

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <optional>
 #include <span>
 #include <stop_token>
@@ -64,15 +65,21 @@ public:
 
     /// Probes the peers, agrees with them on the plan and opens the transport.
     /// @throws error the first peer's failure: at init every peer must take part.
-    void open(const manifest& parameters, tensor_lifetime lifetime,
-              std::span<const tensor_view> stable, std::span<const std::string> exports,
-              deadline until) {
-        this->open_first(parameters, lifetime, stable, exports, until);
-    }
+    /// @param context without the peers; its views live as long as this.
+    void open(const sender_context& context, deadline until) { this->open_first(context, until); }
     using base::make_exporting_sender;
     /// For the other ranks, and how many times it was made.
     [[nodiscard]] std::pair<std::string_view, std::uint64_t> plan() const noexcept {
         return {this->plan_, this->plans_};
+    }
+
+    /// A character a peer, `1` for those that take part in the round: for the other ranks.
+    [[nodiscard]] std::string live_peers() {
+        std::string out;
+        for (const auto& peer : peers_) {
+            out += peer.live ? '1' : '0';
+        }
+        return out;
     }
 
     /// One above the highest version that the peers have reported.
@@ -190,7 +197,10 @@ public:
             drops_peers && !last ? update_until.capped(update_until.remaining() / 2) : update_until;
         const auto halves = run_halves(update_message_of(part, until), part, stream, until);
         const auto& data = halves.data;
-        take_update(halves.replies, stream.manifest().total_bytes());
+        // Of shards a sink may place the same bytes several times.
+        take_update(halves.replies, traits::capabilities.sharded
+                                        ? std::numeric_limits<std::uint64_t>::max()
+                                        : stream.manifest().total_bytes());
         if (data && !is_echo(data)) {
             std::rethrow_exception(data.thrown);
         }

@@ -28,13 +28,6 @@
 
 namespace weightwire {
 
-/// `parameters()`: the sink knows its own list. Needed where the trainer does not say at init what
-/// it will send: vLLM's.
-template <class S>
-concept HasParameters = requires(const std::remove_reference_t<S>& sink) {
-    { sink.parameters() } -> std::convertible_to<const manifest&>;
-};
-
 namespace detail {
 
 /// This worker's ranks are `rank_offset` and following of a group of `world_size`, whose rank 0
@@ -92,13 +85,22 @@ template <class Sink>
 
 /// What a trainer says at init that it will send is compared with what the ranks say they hold, so
 /// that a wrong model is refused while nothing has been touched. What is missing is not seen here:
-/// whether a session is partial is said at its start.
+/// whether a session is partial is said at its start. Of a `sharded` transport the receivers
+/// compare, by what their loaders ask for.
 /// @throws coverage_error a name that a rank does not have, or another dtype or shape; names the
 /// tensor, and what was expected and found.
 /// @throws mismatch_error a dtype that the sink would have converted, and the backend does not.
+/// @throws unsupported_error `sharded`, and a sink that does not say what it holds.
 template <class Tag, class Sink>
 void check_native_parameters(const manifest& theirs, const worker_ranks<Tag, Sink>& ranks) {
-    if constexpr (HasParameters<Sink>) {
+    if constexpr (backend_traits<Tag>::capabilities.sharded) {
+        if constexpr (!HasParameters<Sink>) {
+            throw unsupported_error{
+                "this worker's sink does not say what it holds, which a loader needs; add a member "
+                "parameters()",
+                {.phase = phase::init, .backend = std::string{backend_traits<Tag>::wire_name}}};
+        }
+    } else if constexpr (HasParameters<Sink>) {
         for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
             const manifest& ours = ranks.sink(rank).parameters();
             const int named_rank = ranks.size() == 1 ? -1 : static_cast<int>(rank);
@@ -120,9 +122,14 @@ void check_native_parameters(const manifest& theirs, const worker_ranks<Tag, Sin
                 const bool converted = held.dtype != found.dtype &&
                                        takes_converted(ranks.sink(rank), found.dtype, held.dtype);
                 if (held.shape != found.shape || (held.dtype != found.dtype && !converted)) {
+                    const bool convertible =
+                        held.shape == found.shape && can_convert(found.dtype, held.dtype);
                     refuse(found, "expected " + std::string{to_string(held.dtype)} +
                                       to_string(held.shape) + ", found " +
-                                      std::string{to_string(found.dtype)} + to_string(found.shape));
+                                      std::string{to_string(found.dtype)} + to_string(found.shape) +
+                                      (convertible ? " (a table with convert_dtypes takes it, with "
+                                                     "a backend that converts: cuda_ipc)"
+                                                   : ""));
                 }
                 if (converted) {
                     conversion_rule::of<Tag>().require(found, held.dtype, phase::init, named_rank);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include <span>
 #include <stop_token>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -34,7 +36,16 @@
 /// The ranks behind one worker server: their receivers, their sinks, and every step that all of
 /// them take together.
 
-namespace weightwire::detail {
+namespace weightwire {
+
+/// `parameters()`: the sink knows its own list. Needed where the trainer does not say at init what
+/// it will send, which is vLLM's, and where what the sink holds is not what the trainer has.
+template <class S>
+concept HasParameters = requires(const std::remove_reference_t<S>& sink) {
+    { sink.parameters() } -> std::convertible_to<const manifest&>;
+};
+
+namespace detail {
 
 /// The ranks of one worker. Knows nothing of calls, epochs or versions; the engine does. Every step
 /// is taken by all ranks before the next begins: what one cannot do none has gone past. One thread
@@ -64,6 +75,11 @@ public:
             throw usage_error{"a worker engine needs at least one sink"};
         }
         devices_ = rank_devices(sinks, devices);
+        if constexpr (sharded && HasParameters<Sink>) {
+            for (auto& rank : ranks_) {
+                own_.push_back(&rank.session.sink().parameters());
+            }
+        }
     }
 
     [[nodiscard]] std::size_t size() const noexcept { return ranks_.size(); }
@@ -88,7 +104,7 @@ public:
         release();
         receivers_ = std::make_unique<receivers>(tag_, devices_, rank_offset, world_size);
         try {
-            receivers_->open(crew_, with, until, mine.stop_source());
+            receivers_->open(crew_, with, own_, until, mine.stop_source());
         } catch (...) {
             release();
             throw;
@@ -104,7 +120,7 @@ public:
         std::stop_source all;
         const std::stop_callback forward{stop, [&all]() noexcept { all.request_stop(); }};
         rank_crew crew{ranks_.size()};
-        made->open(crew, with, until, all);
+        made->open(crew, with, own_, until, all);
         return made;
     }
     /// Takes over what `open_beside` has opened.
@@ -133,13 +149,23 @@ public:
 
     // A session.
 
-    /// The parameters of the sessions that follow. `parameters` lives until the next call. Groups
-    /// are worked out here, once an init, and not in `begin`, which stands in every round.
+    /// The parameters of the sessions that follow; of a `sharded` transport those of each sink
+    /// instead. `parameters` lives until the next call. Groups are worked out here, once an init,
+    /// and not in `begin`, which stands in every round.
     void expect(const manifest& parameters) {
-        list_ = session_list{parameters};
+        lists_.clear();
+        for (const auto* own : own_) {
+            lists_.emplace_back(*own);
+        }
+        if (own_.empty()) {
+            lists_.emplace_back(parameters);
+        }
         placed_ = nullptr;  // positions are those of the list before
     }
-    [[nodiscard]] const manifest& parameters() const noexcept { return list_.parameters(); }
+    /// Of the first rank, whose list is that of all but where the transport is `sharded`.
+    [[nodiscard]] const manifest& parameters() const noexcept {
+        return lists_.front().parameters();
+    }
 
     /// Asks every sink for its destinations. Those that have readers wait for them here, side by
     /// side, so that the slowest reader is waited for once and not once a rank.
@@ -156,7 +182,7 @@ public:
                 {.phase = phase::start, .backend = std::string{backend_traits<Tag>::wire_name}}};
         }
         on_all(mine,
-               [&](std::size_t i) { ranks_[i].session.begin(info, list_, until, mine.stop()); });
+               [&](std::size_t i) { ranks_[i].session.begin(info, list(i), until, mine.stop()); });
     }
 
     /// Parameters that a rank of the open session writes in another dtype than they are sent in;
@@ -254,20 +280,28 @@ public:
     void zero(deadline until, turn& mine) {
         on_all(mine, [&](std::size_t rank) {
             auto& target = ranks_[rank].session;
-            for (std::size_t i = 0; i < parameters().size(); ++i) {
+            const manifest& parameters = list(rank).parameters();
+            for (std::size_t i = 0; i < parameters.size(); ++i) {
                 if (const auto where = target.open(i, until); where.data() != nullptr) {
                     if constexpr (HasTensorClear<Sink>) {
                         target.sink().clear_tensor(where);
                     } else {
-                        fill_with_zeros(where, parameters()[i].name);
+                        fill_with_zeros(where, parameters[i].name);
                     }
                 }
-                target.wrote(i, 0, parameters()[i].byte_size(), until);
+                target.wrote(i, 0, parameters[i].byte_size(), until);
             }
         });
     }
 
 private:
+    static constexpr bool sharded = backend_traits<Tag>::capabilities.sharded;
+
+    /// Rank `i`'s parameters.
+    [[nodiscard]] const session_list& list(std::size_t i) const noexcept {
+        return lists_[lists_.size() == 1 ? 0 : i];
+    }
+
     struct rank_state {
         explicit rank_state(Sink& sink) noexcept : session{sink, conversion_rule::of<Tag>()} {}
         rank_session<Sink> session;
@@ -293,7 +327,10 @@ private:
             own.extras = named->entry(i).extras;
             positions = ranks_[i].positions;
         }
-        update_target target{ranks_[i].session, parameters(), own.first, own.count, positions};
+        const manifest& names = list(i).parameters();
+        // The trainer's positions mean nothing here.
+        update_target target{ranks_[i].session, names, sharded ? 0 : own.first,
+                             sharded ? names.size() : own.count, positions};
         work(own, target);
     }
 
@@ -361,9 +398,12 @@ private:
     std::deque<rank_state> ranks_;
     std::vector<int> devices_;              ///< of each rank's receiver
     std::unique_ptr<receivers> receivers_;  ///< of the trainer that is here; none between two
-    session_list list_;
+    std::vector<const manifest*> own_;      ///< of a `sharded` transport, what each sink holds
+    std::deque<session_list> lists_;        ///< one a rank, or one for all
     std::shared_ptr<const wire::vllm_update_request> placed_;  ///< `positions` belong to it
     rank_crew crew_;  // last: its threads end before what they read
 };
 
-}  // namespace weightwire::detail
+}  // namespace detail
+
+}  // namespace weightwire

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What sharded pull makes of the memory of one GPU, or of the links between two: the Qwen3-30B-A3B
+// list, held once by four trainer ranks (PP2 x EP2), to four worker ranks (experts EP4, attention
+// TP4), in_place, eight processes, over HTTP. Compared with as many plain copy calls, and with the
+// copy kernels on contiguous memory, of as many bytes through the same mappings at once. Ways take
+// turns within a round; every element of every worker is looked at after each pull.
+//
+//   sharded_pull_gpu [--layers N] [--rounds N] [--chunk MiB] [--trainer-device N]
+//                    [--worker-device N] [--ranks 4|2|1] [--staged] [--kill]
+//
+// --ranks 2 and 1 are PP2 and one rank, to as many workers. --kill ends a worker in the middle of a
+// round, looks at what the others have, starts it anew and sends again.
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <weightwire/fabrics/cuda_ipc_fabric.hpp>
+#include <weightwire/gpu/kernels/copy.hpp>
+#include <weightwire/gpu/memory.hpp>
+#include <weightwire/sinks/device_memory.hpp>
+
+#include "../tests/gpu/ipc_pair.hpp"
+#include "../tests/support/device_allocations.hpp"
+#include "support/device_weights.hpp"
+#include "support/pull_rounds.hpp"
+#include "support/region_check.hpp"
+
+namespace {
+
+using namespace weightwire;
+
+struct device_kit {
+    using fabric = cuda_ipc::fabric;
+    using weights = benchmarks::device_weights;
+    using shown = ipc_pair::sent_export;
+    using check = benchmarks::region_check;
+
+    static constexpr std::array<std::string_view, 3> uniform_names{"copy calls", "plain kernel",
+                                                                   "bulk kernel"};
+    static constexpr std::size_t best = 1;
+    static constexpr bool shares_cores = false;
+    static constexpr std::uint64_t not_counted = ~std::uint64_t{0};
+
+    static void settle(int device) {
+        gpu::check(cudaSetDevice(device), "cudaSetDevice");
+        gpu::check(cudaFree(nullptr), "cudaFree");
+    }
+    [[nodiscard]] static shown show(const weights& memory, int device) {
+        cuda_ipc::cuda_machinery machine{device};
+        const auto& block = memory.blocks()[0];
+        return ipc_pair::exported(machine, block.data(), block.size());
+    }
+    [[nodiscard]] static auto table(const manifest& mine, const weights& landing, int device) {
+        std::vector<user_parameter> held;
+        for (std::size_t i = 0; i < mine.size(); ++i) {
+            held.push_back({mine[i].name, landing.views()[i]});
+        }
+        return std::unique_ptr<device_parameter_table>{
+            new device_parameter_table(device_parameter_table::over(
+                std::move(held), gpu_memory{device}, {.mode = commit_mode::in_place}))};
+    }
+    [[nodiscard]] static double copies_seconds(const weights& /*landing*/) { return 0; }
+    [[nodiscard]] static std::uint64_t allocations() {
+        return weightwire_tests::device_allocations.load();
+    }
+
+    /// From one trainer rank's allocation.
+    class uniform {
+    public:
+        uniform(const shown& from, const weights& to, int device)
+            : machine_{device},
+              from_{machine_.open(from.from(), from.what())},
+              to_{to.blocks()[0].data()},
+              bytes_{std::min<std::uint64_t>(from_.size(), to.blocks()[0].size()) / 16 * 16},
+              stream_{device} {
+            gpu::copy_tiles tiles;
+            const std::array items{
+                gpu::copy_item{.source = reinterpret_cast<std::uint64_t>(from_.data()),
+                               .destination = reinterpret_cast<std::uint64_t>(to_),
+                               .bytes = bytes_}};
+            tiles.add_group(items);
+            plain_.emplace(device, tiles, gpu::copy_form::plain);
+            bulk_.emplace(device, tiles, gpu::copy_form::bulk);
+        }
+        [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
+        void run(std::size_t which) const {
+            switch (which) {
+                case 0: gpu::copy_bytes(to_, from_.data(), bytes_, stream_); break;
+                case 1: plain_->launch(0, nullptr, nullptr, stream_); break;
+                default: bulk_->launch(0, nullptr, nullptr, stream_);
+            }
+            stream_.synchronize();
+        }
+
+    private:
+        cuda_ipc::cuda_machinery machine_;
+        cuda_ipc::cuda_machinery::mapping from_;
+        std::byte* to_;
+        std::uint64_t bytes_;
+        gpu::stream stream_;
+        std::optional<gpu::copy_plan> plain_;
+        std::optional<gpu::copy_plan> bulk_;
+    };
+};
+
+bool read(benchmarks::pull_settings& wanted, std::string_view key, const std::string& value) {
+    if (key == "--layers") {
+        wanted.model.layers = std::stoll(value);
+    } else if (key == "--rounds") {
+        wanted.rounds = std::max(1, std::stoi(value));
+    } else if (key == "--chunk") {
+        wanted.chunk_bytes = std::stoull(value) << 20U;
+    } else if (key == "--trainer-device") {
+        wanted.trainer_device = std::stoi(value);
+    } else if (key == "--ranks" && (value == "1" || value == "2" || value == "4")) {
+        wanted.ranks = std::stoi(value);
+    } else if (key == "--worker-device") {
+        wanted.worker_device = std::stoi(value);
+    } else {
+        return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+    benchmarks::pull_settings wanted{.asked_copy = 0.90};
+    bool kill = false;
+    for (int i = 1; i < argc; ++i) {
+        const std::string_view key = argv[i];
+        if (key == "--kill") {
+            kill = true;
+        } else if (key == "--staged") {
+            wanted.staged = true;
+        } else if (i + 1 >= argc || !read(wanted, key, argv[++i])) {
+            fmt::print(stderr, "sharded_pull_gpu: what is {}?\n", key);
+            return 2;
+        }
+    }
+    // Between two GPUs a kernel is what their links are measured by.
+    wanted.asked_kernel = wanted.worker_device != wanted.trainer_device ? 0.97 : 0;
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
+    benchmarks::pull_rounds::program<device_kit> all{wanted};
+    const int wrong = kill ? all.kill() : all.run();
+    all.end();
+    return wrong == 0 ? 0 : 1;
+} catch (const std::exception& failed) {
+    fmt::print(stderr, "sharded_pull_gpu: {}\n", failed.what());
+    return 1;
+}
