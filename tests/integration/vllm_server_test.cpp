@@ -37,6 +37,7 @@ using namespace std::chrono_literals;
 using namespace weightwire;
 using tests::broadcast_init_info;
 using tests::meeting_place;
+using tests::slow_broadcast_info;
 using tests::small_weights;
 
 /// What a release knows.
@@ -283,12 +284,6 @@ bool contains(const error& caught, std::string_view part) {
     return std::string_view{caught.what()}.find(part) != std::string_view::npos;
 }
 
-/// The broadcast again, as a backend that takes its time to let go.
-struct slow_broadcast {};
-struct slow_broadcast_info : broadcast_init_info {
-    using backend = slow_broadcast;
-};
-
 /// A client that sends a pause and then fails itself, when it is told to.
 class breaking_client : public client_calls<breaking_client> {
 public:
@@ -314,14 +309,6 @@ private:
 };
 
 }  // namespace
-
-template <>
-struct weightwire::backend_traits<slow_broadcast> : weightwire::backend_traits<tests::broadcast> {
-    static constexpr transport_capabilities capabilities{
-        .host_memory = true, .speaks_vllm = true, .let_go = std::chrono::seconds{1}};
-    using init_info = slow_broadcast_info;
-};
-static_assert(explain_transport<slow_broadcast>());
 
 TEST_CASE("servers of every era are initialized in the newest form that they know and updated") {
     struct expectation {

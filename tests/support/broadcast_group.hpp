@@ -1,6 +1,7 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -185,6 +186,12 @@ struct broadcast_receiver {
     void release() noexcept {}
 };
 
+/// The same, as a backend that takes its time to let go.
+struct slow_broadcast {};
+struct slow_broadcast_info : broadcast_init_info {
+    using backend = slow_broadcast;
+};
+
 }  // namespace tests
 
 template <>
@@ -196,3 +203,12 @@ struct weightwire::backend_traits<tests::broadcast> {
     using receiver = tests::broadcast_receiver;
 };
 static_assert(weightwire::explain_transport<tests::broadcast>());
+
+template <>
+struct weightwire::backend_traits<tests::slow_broadcast>
+    : weightwire::backend_traits<tests::broadcast> {
+    static constexpr transport_capabilities capabilities{
+        .host_memory = true, .speaks_vllm = true, .let_go = std::chrono::seconds{1}};
+    using init_info = tests::slow_broadcast_info;
+};
+static_assert(weightwire::explain_transport<tests::slow_broadcast>());
