@@ -19,6 +19,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -97,9 +98,20 @@
 #include <weightwire/worker.hpp>
 
 #ifdef WEIGHTWIRE_TESTS_HTTP
+#include <weightwire/backends/sharded_pull/backend.hpp>
+#include <weightwire/fabrics/shared_memory_arena.hpp>
+#include <weightwire/fabrics/shared_memory_fabric.hpp>
 #include <weightwire/http/curl_client.hpp>
 #include <weightwire/http/http.hpp>
 #include <weightwire/http/http_sync_client.hpp>
 #include <weightwire/http/server.hpp>
 #include <weightwire/http/worker_server.hpp>
+#include <weightwire/plan/groups.hpp>
+#include <weightwire/plan/layout.hpp>
+#include <weightwire/plan/loaders.hpp>
+#include <weightwire/plan/ownership.hpp>
+#include <weightwire/plan/pull_needs.hpp>
+#include <weightwire/plan/pull_plan.hpp>
+#include <weightwire/plan/pull_routing.hpp>
+#include <weightwire/wire/pull_plan_codec.hpp>
 #endif
