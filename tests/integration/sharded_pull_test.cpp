@@ -255,7 +255,7 @@ TEST_CASE("sharded_pull: gathers that ranks take together neither hang nor fall 
         moe_client client{services};
         gathered_shard::shard_type shard{model, rank};
         gathered_shard source{shard, stages[static_cast<std::size_t>(rank / 2)]};
-        auto engine = trainer_init(info_of(rank, 4096, 8192), client, source, {}, group);
+        auto engine = trainer_init(info_of(rank), client, source, {}, group);
         for (std::uint64_t version = 1; version <= 6; ++version) {
             shard.set(version);
             if (version == 3 && rank == 2) {
@@ -304,6 +304,22 @@ struct forgetful_shard {
 };
 
 }  // namespace
+
+TEST_CASE(
+    "sharded_pull: an arena with fewer slots than readers is refused at init, with the remedy") {
+    const moe_sizes model;
+    auto all = four_workers(model, commit_mode::flip);
+    const auto services = services_of(all);
+    const auto failures = on_trainer_ranks([&](int rank, store_group& group) {
+        moe_client client{services};
+        tests::moe_shard<tensor_lifetime::until_next> shard{model, rank};
+        static_cast<void>(trainer_init(info_of(rank, 4096, 4096), client, shard, {}, group));
+    });
+    for (const auto& each : failures) {
+        CHECK(each.find("set staging_bytes to at least chunk_bytes for each of them") !=
+              std::string::npos);
+    }
+}
 
 TEST_CASE("sharded_pull: a parameter that no rank holds is an error at init that names it") {
     const moe_sizes model;

@@ -60,6 +60,18 @@ TEST_CASE_FIXTURE(three_tensors,
     CHECK(stream.position() == 3);
 }
 
+TEST_CASE_FIXTURE(three_tensors,
+                  "tensor stream: a tensor without an address is refused, and named") {
+    auto nowhere = tensors;
+    nowhere[1].tensor = {static_cast<const std::byte*>(nullptr), dtype::bf16, {3, 2}};
+    const auto said = read(span_source{nowhere}, 1);
+    CHECK(said.find("[tensor b]") != std::string::npos);
+    CHECK(said.find("no address for a tensor of 12 bytes") != std::string::npos);
+    auto empty = tensors;
+    empty[2].tensor = {static_cast<const std::byte*>(nullptr), dtype::u8, {0}};
+    CHECK(read(span_source{empty}, 2) == "nothing");
+}
+
 TEST_CASE_FIXTURE(
     three_tensors,
     "tensor stream: a name, dtype, shape or order that differs is refused, and named") {

@@ -390,6 +390,7 @@ TEST_CASE("The weight checker digests what is committed") {
     CHECK(json_of(ask.post("/weight_checker", R"({"action":"reset"})")) ==
           nlohmann::json{{"status", "reset"}});
     CHECK(compare()["mismatches"].size() == 7);
+    CHECK(json_of(ask.get("/weight_info"))["weight_version"] == "reset");
     CHECK(ask.post("/weight_checker", R"({"action":"guess"})").status == 400);
     CHECK(ask.post("/weight_checker", R"({"action":"compare"})").status == 400);
 }
