@@ -223,12 +223,17 @@ public:
         reader->second.link->send(frame_kind::published, bytes_of(body));
     }
 
-    /// Waits until a reader has freed a slot, has taken everything or has gone; at most a moment.
+    /// Counts what readers do: frees, takings, departures.
+    [[nodiscard]] std::uint64_t changes() {
+        const std::lock_guard lock{mutex_};
+        return changes_;
+    }
+    /// Waits until a reader has freed a slot, has taken everything or has gone since `changes()`
+    /// was `before`; at most a moment.
     /// Readers that have been silent for half of the time that there was are let go.
     /// @throws timeout_error, cancelled_error.
-    void await_change(deadline until, const std::stop_token& stop) {
+    void await_change(std::uint64_t before, deadline until, const std::stop_token& stop) {
         std::unique_lock lock{mutex_};
-        const auto before = changes_;
         const auto moment = deadline::after(std::chrono::milliseconds{50});
         changed_.wait_until(lock, stop, std::min(until, moment).when(),
                             [&] { return changes_ != before; });

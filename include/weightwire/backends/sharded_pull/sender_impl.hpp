@@ -303,8 +303,9 @@ void basic_sender<Fabric>::send(std::uint64_t round, std::size_t part, tensor_st
         begin_lanes(round, until);
         pack_all(stream, until, stop);
         desk_->published_all(true);
-        while (!desk_->all_taken(staged_readers_)) {
-            desk_->await_change(until, stop);
+        for (auto seen = desk_->changes(); !desk_->all_taken(staged_readers_);
+             seen = desk_->changes()) {
+            desk_->await_change(seen, until, stop);
         }
     } catch (...) {
         // Workers that wait for what does not come are told why; other ranks, that nobody need be

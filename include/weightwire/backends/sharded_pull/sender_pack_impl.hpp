@@ -81,6 +81,7 @@ void basic_sender<Fabric>::pack(std::size_t position, const tensor_view& tensor,
                                 tensor_stream* stream, deadline until,
                                 const std::stop_token& stop) {
     for (;;) {
+        const auto seen = desk_->changes();
         bool waits = false;
         for (const int rank : staged_readers_) {
             for (auto& each : lanes_[rank].lanes) {
@@ -91,7 +92,7 @@ void basic_sender<Fabric>::pack(std::size_t position, const tensor_view& tensor,
         if (!waits) {
             return;
         }
-        desk_->await_change(until, stop);
+        desk_->await_change(seen, until, stop);
     }
 }
 
