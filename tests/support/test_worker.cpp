@@ -4,40 +4,60 @@
 // prints. Faults are asked for on the command line:
 //
 //   test_worker --parameters N --elements E [--ranks R] [--mode flip|copy_in|in_place] [--token T]
-//   [--port P] [--backend ipc|cuda_ipc|cuda_ipc_spread]
+//   [--port P] [--backend ipc|cuda_ipc|cuda_ipc_spread|sharded_pull [--first RANK] [--of RANKS]
+//   [--hidden H] [--traffic FILE]]
 //               [--at begin|launch|prepare|copy|commit --do die|stop|throw [--on RANK]
 //               [--in SESSION]]
 //
 // `copy` is the middle of a copy_in commit, where the live weights are a mix: the process stops
 // there whatever `--do` says. Spread, each rank has a device of its own. `launch` is of cuda_ipc,
-// over host memory: just before the device would copy.
+// over host memory: just before the device would copy. With sharded_pull the model is that of
+// moe_model.hpp, of which this worker has ranks RANK and following, and FILE gets a line a round
+// and trainer rank: bytes read, bytes planned. `read` is of it: when the first layer has come.
+//
+// With WEIGHTWIRE_TEST_UCX it is test_ucx_worker, whose sharded_pull reads over UCX.
 
 #include <unistd.h>
 
 #include <chrono>
 #include <csignal>
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <span>
 #include <stop_token>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <weightwire/backends/ipc/backend.hpp>
+#include <weightwire/backends/sharded_pull/backend.hpp>
 #include <weightwire/http/worker_server.hpp>
 #include <weightwire/worker.hpp>
 
 #include "host_cuda_ipc.hpp"
+#include "moe_model.hpp"
 #include "small_model.hpp"
 #include "touch_trap.hpp"
+
+#ifdef WEIGHTWIRE_TEST_UCX
+#include <weightwire/fabrics/ucx/fabric.hpp>
+#endif
 
 namespace {
 
 using namespace weightwire;
+
+#ifdef WEIGHTWIRE_TEST_UCX
+using pull_backend = sharded_pull::basic_backend<ucx::fabric>;
+#else
+using pull_backend = sharded_pull::shared_memory_backend;
+#endif
 
 struct fault {
     std::string at;
@@ -74,7 +94,12 @@ public:
         }
         return table_.begin(session, parameters, until);
     }
-    void group_complete(std::size_t group) { table_.group_complete(group); }
+    void group_complete(std::size_t group) {
+        if (std::exchange(read_in_, session_) != session_) {
+            meet("read");
+        }
+        table_.group_complete(group);
+    }
     void prepare(deadline until) {
         table_.prepare(until);
         meet("prepare");
@@ -143,6 +168,7 @@ private:
     fault fault_;
     int rank_;
     std::uint64_t session_ = 0;
+    std::uint64_t read_in_ = 0;          // session whose first layer has come
     std::span<const std::byte> middle_;  // of the live weights
 };
 static_assert(HasExchange<faulty_table<parameter_table>> &&
@@ -166,12 +192,15 @@ struct options {
     int parameters = 1;
     int elements = 1;
     int port = 0;
+    int first = 0;
+    int of = 4;
+    int hidden = 32;
+    std::string traffic{};
 };
 
 /// Serves until the test closes the pipe, or dies.
 template <class Table, class Backend>
-void serve(const options& asked, Backend backend) {
-    const auto list = tests::small_model(asked.parameters, asked.elements);
+void serve(const options& asked, Backend backend, const std::vector<param_meta>& list) {
     std::vector<std::unique_ptr<faulty_table<Table>>> tables;
     std::vector<faulty_table<Table>*> sinks;
     for (int rank = 0; rank < asked.ranks; ++rank) {
@@ -213,6 +242,14 @@ int main(int argc, char** argv) try {
             asked.port = std::stoi(value);
         } else if (key == "--backend") {
             asked.backend = value;
+        } else if (key == "--first") {
+            asked.first = std::stoi(value);
+        } else if (key == "--of") {
+            asked.of = std::stoi(value);
+        } else if (key == "--hidden") {
+            asked.hidden = std::stoi(value);
+        } else if (key == "--traffic") {
+            asked.traffic = value;
         } else if (key == "--at") {
             asked.wanted.at = value;
         } else if (key == "--do") {
@@ -226,10 +263,27 @@ int main(int argc, char** argv) try {
             return 2;
         }
     }
+    const auto list = tests::small_model(asked.parameters, asked.elements);
     if (asked.backend.starts_with("cuda_ipc")) {
-        serve<tests::pretended_device_table>(asked, tests::host_cuda_ipc{});
+        serve<tests::pretended_device_table>(asked, tests::host_cuda_ipc{}, list);
+    } else if (asked.backend == "sharded_pull") {
+        const tests::moe_sizes model{.hidden = asked.hidden};
+        pull_backend backend;
+        backend.loader = [&](plan::recorder& made, const receiver_context& at) {
+            model.load(made, asked.first + at.local_rank, asked.of);
+        };
+        if (!asked.traffic.empty()) {
+            backend.on_traffic = [&](const receiver_context&,
+                                     std::span<const sharded_pull::owner_traffic> all) {
+                std::ofstream file{asked.traffic, std::ios::app};
+                for (const auto& each : all) {
+                    file << each.trainer_rank << ' ' << each.bytes << ' ' << each.planned << '\n';
+                }
+            };
+        }
+        serve<parameter_table>(asked, backend, model.worker(asked.of));
     } else {
-        serve<parameter_table>(asked, ipc::backend{});
+        serve<parameter_table>(asked, ipc::backend{}, list);
     }
     return 0;
 } catch (const std::exception& failed) {

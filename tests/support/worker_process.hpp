@@ -27,7 +27,9 @@ namespace tests {
 class worker_process {
 public:
     /// @param arguments as the program takes them.
-    explicit worker_process(std::vector<std::string> arguments) : arguments_{std::move(arguments)} {
+    /// @param name of the program, beside the test program.
+    explicit worker_process(std::vector<std::string> arguments, std::string name = "test_worker")
+        : arguments_{std::move(arguments)}, name_{std::move(name)} {
         start();
     }
     worker_process(const worker_process&) = delete;
@@ -113,12 +115,11 @@ public:
     }
 
 private:
-    /// `test_worker`, beside the test program.
-    [[nodiscard]] static std::string program_path() {
+    [[nodiscard]] std::string program_path() const {
         std::string path(4096, '\0');
         const auto length = ::readlink("/proc/self/exe", path.data(), path.size());
         path.resize(length > 0 ? static_cast<std::size_t>(length) : 0);
-        return path.substr(0, path.rfind('/') + 1) + "test_worker";
+        return path.substr(0, path.rfind('/') + 1) + name_;
     }
     void start() {
         auto program = program_path();
@@ -154,6 +155,7 @@ private:
     }
 
     std::vector<std::string> arguments_;
+    std::string name_;
     pid_t process_ = -1;
     int input_ = -1;
     int port_ = 0;

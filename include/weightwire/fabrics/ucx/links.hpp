@@ -29,6 +29,7 @@ struct link {
     ucs_status_t failed = UCS_OK;  ///< what UCX said when the other side was lost
     std::string peer{};            ///< `host/pid`
     std::uint64_t id = 0;          ///< of the owner
+    mutable bool moving = false;   ///< a transfer is in flight
 };
 
 /// The UCX objects of one reader; ends when the last of its connections and memories has. One

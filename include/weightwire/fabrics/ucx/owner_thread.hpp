@@ -42,7 +42,7 @@ public:
         thread_ = std::thread{[this] { loop(); }};
         try {
             run([this] {
-                context_ = context::create();
+                context_ = context::create(true);
                 worker_ = worker::create(context_, UCS_THREAD_MODE_SINGLE);
             });
         } catch (...) {

@@ -69,9 +69,10 @@ template <class Staging>
 class transfers {
 public:
     using run = remote_run<memory>;
-    /// Transfers of one read in flight. One: where UCX emulates reads, as over tcp, an owner with
-    /// several answers queued for a reader that dies can run into an assertion of UCX (seen in
-    /// 1.13). One answer fits into a segment and is never queued.
+    /// Transfers in flight over one link, of all reads together. One: where UCX emulates reads, as
+    /// over tcp, an owner that finds a second request of a reader that has died or given up ends
+    /// its process (seen in 1.13: `ucp_get_req_handler`, "unexpected error: Endpoint timeout"). One
+    /// answer fits into a segment and is never queued.
     static constexpr std::size_t window = 1;
     /// Places that all reads share.
     static constexpr std::size_t places = 32;
@@ -263,6 +264,7 @@ void transfers<Staging>::end_flight(flight& which) noexcept {
 template <class Staging>
 void transfers<Staging>::settle(state& which, flight& with, ucs_status_t status) noexcept {
     const auto& moved = which.pieces[with.piece];
+    moved.from->of().moving = false;
     if (status == UCS_OK && moved.direct == nullptr) {
         with.at = stage::landed;
         return;
@@ -278,14 +280,14 @@ void transfers<Staging>::settle(state& which, flight& with, ucs_status_t status)
     end_flight(with);
 }
 
-/// Begins the next transfer; false where there is none, or no place for it.
+/// Begins the next transfer; false where there is none, no place for it, or another is in flight.
 template <class Staging>
 bool transfers<Staging>::begin_next(state& which, flight& with) {
     if (which.failed != UCS_OK || which.next == which.pieces.size()) {
         return false;
     }
     const auto& wanted = which.pieces[which.next];
-    if (wanted.direct == nullptr && free_places_.empty()) {
+    if (wanted.from->of().moving || (wanted.direct == nullptr && free_places_.empty())) {
         return false;
     }
     auto* to = wanted.direct;
@@ -298,6 +300,7 @@ bool transfers<Staging>::begin_next(state& which, flight& with) {
         registered = &which.registered[which.registered_by[which.next]];
     }
     with.piece = which.next++;
+    wanted.from->of().moving = true;
     void* const request = links_->get(wanted.from->of(), wanted.from->key(),
                                       wanted.from->address() + which.shift + wanted.offset, to,
                                       wanted.bytes, *registered);

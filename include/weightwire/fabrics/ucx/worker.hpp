@@ -23,7 +23,7 @@
 /// somebody else's memory is read by.
 ///
 /// What is used of UCX is settled by its environment, as ever: `UCX_TLS`, `UCX_NET_DEVICES`, and so
-/// on. Three settings get another default here, where the environment does not name them.
+/// on. Four settings get another default here, where the environment does not name them.
 
 namespace weightwire::ucx {
 
@@ -79,8 +79,10 @@ class context {
 public:
     context() noexcept = default;
 
+    /// @param answers readers: then UCX does not look by itself whether they are there. Where it
+    /// finds one gone whose request is still to be answered, the answer ends the process (1.13).
     /// @throws resource_error, unsupported_error UCX finds nothing that it can use.
-    [[nodiscard]] static context create() {
+    [[nodiscard]] static context create(bool answers = false) {
         detail::config_guard read;
         require_ok(ucp_config_read(nullptr, nullptr, &read.config), "ucp_config_read",
                    "a variable UCX_... of the environment has a value that UCX does not know");
@@ -98,6 +100,11 @@ public:
                            "ucp_config_modify",
                            "this release of UCX has no setting UCX_TCP_" + plain);
             }
+        }
+        if (answers && std::getenv("UCX_KEEPALIVE_INTERVAL") == nullptr) {
+            require_ok(ucp_config_modify(read.config, "KEEPALIVE_INTERVAL", "inf"),
+                       "ucp_config_modify",
+                       "this release of UCX has no setting UCX_KEEPALIVE_INTERVAL");
         }
         ucp_params_t wanted{};
         wanted.field_mask = UCP_PARAM_FIELD_FEATURES;
