@@ -188,7 +188,7 @@ TEST_CASE("sharded_pull: a slot is used again only when this very chunk of it wa
     say(socket, frame_kind::freed, pull::bytes_of(old));
     say(socket, frame_kind::freed, pull::bytes_of(got));
     while (owner.desk.holds(1, *first)) {
-        owner.desk.await_change(soon(), {});
+        owner.desk.await_change(owner.desk.changes(), soon(), {});
     }
     const auto third = owner.desk.take_slot(1, 2);
     REQUIRE(third);
@@ -213,7 +213,7 @@ TEST_CASE("sharded_pull: a slot is used again only when this very chunk of it wa
         CHECK(refusal(socket).find("still holds a chunk") != std::string::npos);
     }
     while (owner.desk.in_round(1)) {
-        owner.desk.await_change(soon(), {});
+        owner.desk.await_change(owner.desk.changes(), soon(), {});
     }
     CHECK(!owner.desk.holds(1, *second));
     CHECK(!owner.desk.take_slot(1, 2));
@@ -233,7 +233,7 @@ TEST_CASE("sharded_pull: only a reader that the owner still counts on is told th
               .as<pull::round_body>()
               .round == 1);
     while (!owner.desk.all_taken(both)) {
-        owner.desk.await_change(soon(), {});
+        owner.desk.await_change(owner.desk.changes(), soon(), {});
     }
     CHECK_THROWS_AS(static_cast<void>(pull::await_frame(two, frame_kind::confirmed,
                                                         deadline::after(200ms), {}, {})),
@@ -261,7 +261,7 @@ TEST_CASE("sharded_pull: a reader that says nothing is let go of after half of t
     owner.desk.publish(slot->index, 0, 0);
     const auto begin = deadline::clock::now();
     while (owner.desk.in_round(1)) {
-        owner.desk.await_change(until, {});
+        owner.desk.await_change(owner.desk.changes(), until, {});
     }
     CHECK(deadline::clock::now() - begin > 400ms);
     static_cast<void>(take_published(silent));
