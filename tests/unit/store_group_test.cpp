@@ -79,7 +79,8 @@ TEST_CASE("a store group conforms with one, two and eight ranks") {
             const auto port = ports[made[static_cast<std::size_t>(rank)]++];
             return store_group{{.rank = rank, .size = size, .port = port}, soon()};
         };
-        const auto report = testing::check_trainer_group(make, {.size = size});
+        const auto report = testing::check_trainer_group(
+            make, {.size = size, .short_budget = std::chrono::seconds{2}});
         CHECK_MESSAGE(report.passed(), report.text());
     }
 }

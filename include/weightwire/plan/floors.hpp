@@ -55,7 +55,6 @@ public:
               const link_model& links, const floor_options& options)
         : checkpoint_{checkpoint},
           owners_{owners},
-          where_{where},
           links_{links},
           options_{options},
           demand_(owners.classes().size(), 0) {
@@ -161,7 +160,6 @@ private:
 
     const manifest& checkpoint_;
     const ownership& owners_;
-    const places& where_;
     const link_model& links_;
     const floor_options& options_;
     std::vector<std::vector<node_id>> nodes_of_class_;
