@@ -12,6 +12,9 @@ of the page does not see,
 
 before it. The prelude serves the following blocks until the next one; a block becomes the body of a function after it.
 In README.md every block must be one or the other; in docs/ blocks that are neither are sketches and left alone.
+
+What two blocks or more include of UMBRELLAS is precompiled once, and read before a block that includes it: that hides
+nothing which the block lacks.
 """
 import argparse
 import pathlib
@@ -26,6 +29,7 @@ sys.path.insert(0, str(ROOT / "tests" / "headers"))
 from check_headers import cuda_include, nccl_include  # noqa: E402
 from report import Report, default_jobs, in_parallel, run  # noqa: E402
 
+UMBRELLAS = ("weightwire/trainer.hpp", "weightwire/worker.hpp")
 PART = re.compile(r"<!-- prelude\n(?P<prelude>.*?)-->|^```(?:cpp|c\+\+)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -49,12 +53,30 @@ def needs_nccl(text):
     return "weightwire/backends/nccl/" in text
 
 
-def compile_problem(compiler, text):
+def command_of(compiler):
+    return [*compiler, "-std=c++20", "-Wall", "-Wextra", "-Wno-unused", "-DFMT_HEADER_ONLY", f"-I{ROOT / 'include'}",
+            *cuda_include(), *nccl_include()]
+
+
+def umbrella_of(text):
+    """The umbrella that a block includes, or nothing."""
+    return next((name for name in UMBRELLAS if f"#include <{name}>" in text), "")
+
+
+def precompiled(compiler, umbrella, folder):
+    """The flags with which a compiler reads an umbrella precompiled; none where it cannot."""
+    header = folder / umbrella.replace("/", "__")
+    header.write_text(f"#include <{umbrella}>\n", encoding="utf-8")
+    # clang also looks for this name.
+    status, _ = run([*command_of(compiler), "-x", "c++-header", header, "-o", f"{header}.gch"])
+    return ["-include", header] if status == 0 else []
+
+
+def compile_problem(compiler, text, flags=()):
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / "snippet.cpp"
         source.write_text(text, encoding="utf-8")
-        status, output = run([*compiler, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-unused",
-                              "-DFMT_HEADER_ONLY", f"-I{ROOT / 'include'}", *cuda_include(), *nccl_include(), source])
+        status, output = run([*command_of(compiler), "-fsyntax-only", *flags, source])
     return "" if status == 0 else "\n".join(output.strip().splitlines()[:30])
 
 
@@ -77,9 +99,15 @@ def main():
         for name, _ in [item for item in found if needs_nccl(item[1])]:
             report.skip(name, "needs the headers of CUDA and NCCL")
         found = [item for item in found if not needs_nccl(item[1])]
-    for (name, _), problem in zip(found, in_parallel(arguments.jobs, lambda item: compile_problem(compiler, item[1]),
-                                                     found)):
-        report.check(name, problem)
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [text for _, text in found]
+        shared = [name for name in UMBRELLAS if sum(umbrella_of(text) == name for text in texts) > 1]
+        flags = dict(zip(shared, in_parallel(arguments.jobs,
+                                             lambda name: precompiled(compiler, name, pathlib.Path(folder)), shared)))
+        problems = in_parallel(arguments.jobs,
+                               lambda text: compile_problem(compiler, text, flags.get(umbrella_of(text), ())), texts)
+        for (name, _), problem in zip(found, problems):
+            report.check(name, problem)
     report.check("a wrong snippet is seen", "" if compile_problem(compiler, "int x = y;\n") else "it compiled")
     report.exit()
 

@@ -32,6 +32,8 @@ PROGRAMS = ["-Dexamples=enabled", "-Dbenchmarks=enabled"]
 NO_PROGRAMS = ["-Dexamples=disabled", "-Dbenchmarks=disabled"]
 # Suites that the thread sanitizer sees.
 THREADED = ("unit_threads", "integration", "fault")
+# Suites that g++ builds where clang builds all with its sanitizers; alone it builds all. It takes twice clang's time.
+WITH_BOTH = ("unit", "protocol", "integration")
 
 
 def say(text):
@@ -231,6 +233,10 @@ def suites_of(build, gpu=False):
     return [path for path in paths if path.name.startswith("gpu") == gpu]
 
 
+def chosen_suites(build, suites):
+    return [path for path in suites_of(build) if suites is None or path.name in suites]
+
+
 def targets_of(build, suites):
     """What ninja must make for some suites: their executables and the programs that their tests start."""
     files = {target["id"]: target["filename"] for target in introspect(build, "targets")}
@@ -261,8 +267,8 @@ def without_collections(jobs):
     return "--param=ggc-min-heapsize=1000000" if memory >= jobs * 4_000_000_000 else ""
 
 
-def with_gcc(jobs, programs, tests):
-    """Builds; `tests` is called with what runs its suites."""
+def with_gcc(jobs, programs, tests, suites=None):
+    """Builds; `tests` is called with what runs the suites, all or those named."""
     heading("g++: build")
     build = BUILDS / "gcc"
     environment = {"CC": "gcc", "CXX": "ccache g++" if shutil.which("ccache") else "g++"}
@@ -271,26 +277,27 @@ def with_gcc(jobs, programs, tests):
                                           "-Dtests=enabled", "-Dfuzz=disabled", *programs]):
         totals.failing("configuration [g++]")
         return
-    build_all("g++", build, jobs)
+    executables = chosen_suites(build, suites)
+    build_all("g++", build, jobs, [] if suites is None else [*targets_of(build, suites), "tests/libstatic.a"])
 
     def run_suites():
         heading("g++: tests")
         count_static("g++", build)
-        at_once(lambda part: run_suite("g++", part[0], 400, part=part[1]), parts_of(suites_of(build)))
+        at_once(lambda part: run_suite("g++", part[0], 400, part=part[1]), parts_of(executables))
 
     tests(run_suites)
 
 
 def programs_with_clang(clang, jobs, programs):
-    """Examples, benchmarks, the tests' own programs and the static suite: they are built without a sanitizer, and of
-    clang, which takes half of the time of g++."""
+    """Examples, benchmarks, the tests' own programs, what needs a GPU and the static suite: they are built without a
+    sanitizer, and of clang, which takes half of the time of g++."""
     heading("clang: examples and benchmarks")
     build = BUILDS / "programs"
     environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
     if configure(build, environment, ["-Doptimization=0", "-Dtests=enabled", "-Dfuzz=disabled", *programs]):
         targets = introspect(build, "targets")
         wanted = [str(pathlib.Path(name).relative_to(build)) for target in targets for name in target["filename"]]
-        wanted = [name for name in wanted if name.startswith(("examples/", "benchmarks/")) or "libstatic" in name]
+        wanted = [name for name in wanted if re.match(r"examples/|benchmarks/|tests/(gpu|test_store|.*libstatic)", name)]
         wanted += [target["name"] for target in targets if target["name"] == "test_programs"]
         build_all("examples and benchmarks", build, jobs, wanted)
         count_static("clang", build)
@@ -314,13 +321,13 @@ def sanitizer_launcher(clang, sanitizer, folder):
 
 def with_clang(clang, label, sanitizer, jobs, tests, suites=None, fuzz=False):
     """Builds with `sanitizer`; `tests` is called with what runs the suites, all or those named, and with `fuzz` the
-    fuzz targets also."""
+    fuzz targets also. Returns whether programs with it run here."""
     heading(f"clang with {label}: build")
     with tempfile.TemporaryDirectory() as folder:
         launcher, why = sanitizer_launcher(clang, sanitizer, pathlib.Path(folder))
     if launcher is None:
         totals.skipping(f"everything with {label}", why)
-        return
+        return False
     build = BUILDS / label.lower().replace("+", "-")
     environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
     # Not optimized: with sanitizers that takes a third of the time to compile, and most tests wait, not compute. No
@@ -329,10 +336,9 @@ def with_clang(clang, label, sanitizer, jobs, tests, suites=None, fuzz=False):
                *NO_PROGRAMS, "-Dfuzz=auto" if fuzz else "-Dfuzz=disabled"]
     if not configure(build, environment, options):
         totals.failing(f"configuration [{label}]")
-        return
-    executables = [path for path in suites_of(build) if suites is None or path.name in suites]
-    targets = [] if suites is None else targets_of(build, suites)
-    build_all(label, build, jobs, targets)
+        return True
+    executables = chosen_suites(build, suites)
+    build_all(label, build, jobs, [] if suites is None else targets_of(build, suites))
     environment = {
         "ASAN_OPTIONS": "detect_stack_use_after_return=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
@@ -347,6 +353,7 @@ def with_clang(clang, label, sanitizer, jobs, tests, suites=None, fuzz=False):
             run_fuzz_targets(build, launcher, environment)
 
     tests(run_suites)
+    return True
 
 
 def run_fuzz_targets(build, launcher, environment):
@@ -433,7 +440,7 @@ def interop(safetensors, torch, programs):
     check_script("interop with safetensors", [safetensors.result(), "tests/interop/safetensors_interop.py"], 300)
     python = torch.result()
     check_script("interop with torch", [python, "tests/interop/tcp_store_interop.py", "--program",
-                                        BUILDS / "gcc" / "tests" / "test_store"], 300)
+                                        programs / "tests" / "test_store"], 300)
     check_script("interop with vLLM", [python, "tests/interop/vllm_interop.py", "--programs", programs / "tests",
                                        "--cache", BUILDS / "vllm"], 600)
     check_script("interop with vLLM over ipc", [python, "tests/interop/vllm_ipc_interop.py", "--programs",
@@ -507,11 +514,11 @@ def compile_and_check(arguments, tests, fetcher):
     have_gcc = shutil.which("g++") and version_of("g++") >= 12
     if have_gcc:
         interpreters = [fetcher.submit(python_with_safetensors), fetcher.submit(python_with_torch)]
-        with_gcc(jobs, NO_PROGRAMS if sanitizers else PROGRAMS, tests)
     else:
         totals.failing("g++", "there is no g++ of 12 or newer")
     compilers = (["g++"] if have_gcc else []) + ([clang] if sanitizers else [])
     each = [part for compiler in compilers for part in ("--compiler", compiler)]
+    seen = False
     if arguments.quick:
         totals.skipping("clang and its sanitizers, fuzz targets, install tests", "--quick")
     elif not clang:
@@ -519,7 +526,9 @@ def compile_and_check(arguments, tests, fetcher):
     else:
         # The thread sanitizer's tests take longest.
         with_clang(clang, "TSan", "thread", jobs, tests, suites=THREADED)
-        with_clang(clang, "ASan+UBSan", "address,undefined", jobs, tests, fuzz=True)
+        seen = with_clang(clang, "ASan+UBSan", "address,undefined", jobs, tests, fuzz=True)
+    if have_gcc:
+        with_gcc(jobs, NO_PROGRAMS if sanitizers else PROGRAMS, tests, suites=WITH_BOTH if seen else None)
     if sanitizers:
         programs_with_clang(clang, jobs, PROGRAMS)
     if have_gcc:
@@ -532,7 +541,7 @@ def compile_and_check(arguments, tests, fetcher):
                              *(["--nvcc", nvcc] if nvcc else [])], 1200, yielding=True)
     check_script("compile_fail", [*python, "tests/compile_fail/run.py", *each, "--jobs", jobs], 900, yielding=True)
     reference_pages()
-    check_script("code in the documents", [*python, "scripts/check_snippets.py", *each[:2], "--jobs", jobs], 600,
+    check_script("code in the documents", [*python, "scripts/check_snippets.py", *each[-2:], "--jobs", jobs], 600,
                  yielding=True)
     if not arguments.quick:
         check_script("install and subproject", [*python, "tests/install/run.py"], 900, yielding=True)

@@ -3,7 +3,7 @@
 """Compiles every public header in two translation units and links them.
 
 With the last compiler every header has a unit of its own that includes it alone, twice: it needs nothing before it and
-may come again. With every compiler one unit includes all headers in order; with the others another does in reverse: no
+may come again. One that holds nothing but includes of ours has none: it cannot need more than these. With every compiler one unit includes all headers in order; with the others another does in reverse: no
 order is needed. Two such units are linked into one executable, so a function or variable that is not inline is a
 duplicate symbol.
 
@@ -48,6 +48,8 @@ HUBS = 32  # headers that clang precompiles
 WRITING = 0.3  # what writing a precompiled header takes, as a part of compiling it
 LARGE = {"nlohmann": 40, "boost": 10}  # libraries whose header takes as long as so many of ours
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+# A header of `#pragma once`, comments and includes.
+ONLY_INCLUDES = re.compile(r"#pragma once\n(?:[ \t]*(?://.*|#[ \t]*include[ \t]*<.*)?\n)*")
 
 
 class Tree:
@@ -57,6 +59,11 @@ class Tree:
         self.include = include
         self.headers = sorted(path.relative_to(include).as_posix() for path in include.rglob("*.hpp"))
         self.direct = {name: INCLUDE.findall((include / name).read_text(encoding="utf-8")) for name in self.headers}
+
+    def only_includes(self, name):
+        """Whether it holds nothing but includes of headers of the tree."""
+        text = (self.include / name).read_text(encoding="utf-8")
+        return bool(ONLY_INCLUDES.fullmatch(text)) and all(other in self.direct for other in self.direct[name])
 
     def reach(self, name):
         seen, todo = set(), [name]
@@ -170,8 +177,11 @@ def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
             problems[name] = problem
             if file:
                 precompiled[name] = file
-        others = [name for name in present if name not in hubs]
+        others = [name for name in present if name not in hubs and not tree.only_includes(name)]
         problems.update(zip(others, in_parallel(jobs, compiled_alone, others)))
+        for name in present:  # those of includes alone
+            problems.setdefault(name, next((f"includes {other}, see there" for other in tree.direct[name]
+                                            if problems.get(other)), ""))
         for name in present:
             report.check(f"header {name} [{label}]", problems[name])
         good = [name for name in present if not problems[name]]
