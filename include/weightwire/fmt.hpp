@@ -1,6 +1,7 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -23,6 +24,8 @@
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/core/shape.hpp>
 #include <weightwire/core/tensor.hpp>
+#include <weightwire/plan/pull_reads.hpp>
+#include <weightwire/plan/regions.hpp>
 
 /// @file
 /// fmt formatters for the public types, opt-in. Each prints what messages print, and takes width,
@@ -80,6 +83,44 @@ template <class Byte>
     return value.what();
 }
 
+namespace plan {
+
+/// `#3 at 128: 4 x 6, 2 x 1`: of parameter 3 of the checkpoint, from element 128 on, 4 pairs that
+/// are 6 elements apart, of 2 elements side by side. `#3 at 128` is one element.
+[[nodiscard]] inline std::string to_string(const pull_read& value) {
+    auto out = fmt::format("#{} at {}", value.source, value.offset);
+    for (std::size_t d = 0; d < value.dimensions.size(); ++d) {
+        const auto& [extent, stride] = value.dimensions[d];
+        out += fmt::format("{} {} x {}", d == 0 ? ":" : ",", extent, stride);
+    }
+    return out;
+}
+
+/// `#3 at 128 -> #5 at 0: 4 x 6 -> 2, 2 x 1 -> 1`: as a read, and where it goes in parameter 5 of
+/// the worker. `nothing -> #5 at 0: 4 x 1` is what nothing is copied to.
+[[nodiscard]] inline std::string to_string(const region& value) {
+    const bool copied = value.source != region::no_source;
+    auto out = copied ? fmt::format("#{} at {}", value.source, value.source_offset) : "nothing";
+    out += fmt::format(" -> #{} at {}", value.destination, value.destination_offset);
+    for (std::size_t d = 0; d < value.dimensions.size(); ++d) {
+        const auto& [extent, from, to] = value.dimensions[d];
+        out += fmt::format("{} {} x ", d == 0 ? ":" : ",", extent);
+        out += copied ? fmt::format("{} -> {}", from, to) : fmt::format("{}", to);
+    }
+    return out;
+}
+
+/// The read, and in brackets the regions that are made of it.
+[[nodiscard]] inline std::string to_string(const read_task& value) {
+    auto out = to_string(value.read) + " [";
+    for (std::size_t w = 0; w < value.writes.size(); ++w) {
+        out += (w == 0 ? "" : "; ") + to_string(value.writes[w]);
+    }
+    return out + "]";
+}
+
+}  // namespace plan
+
 namespace detail {
 
 /// Prints what the type's `to_string` gives, as a string.
@@ -131,6 +172,15 @@ struct fmt::formatter<weightwire::named_tensor>
 template <>
 struct fmt::formatter<weightwire::bytes>
     : weightwire::detail::to_string_formatter<weightwire::bytes> {};
+template <>
+struct fmt::formatter<weightwire::plan::pull_read>
+    : weightwire::detail::to_string_formatter<weightwire::plan::pull_read> {};
+template <>
+struct fmt::formatter<weightwire::plan::region>
+    : weightwire::detail::to_string_formatter<weightwire::plan::region> {};
+template <>
+struct fmt::formatter<weightwire::plan::read_task>
+    : weightwire::detail::to_string_formatter<weightwire::plan::read_task> {};
 template <>
 struct fmt::formatter<weightwire::error>
     : weightwire::detail::to_string_formatter<weightwire::error> {};

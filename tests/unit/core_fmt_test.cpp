@@ -33,6 +33,25 @@ TEST_CASE("fmt: every public type prints what messages print") {
     CHECK(fmt::format("{}", static_cast<const error&>(problem)) == "timeout [phase init]: late");
 }
 
+TEST_CASE("fmt: reads and regions say which elements go where") {
+    CHECK(fmt::format("{}", plan::pull_read{3, 128, {}}) == "#3 at 128");
+    CHECK(fmt::format("{}", plan::pull_read{0, 3, {{4, 6}, {2, 1}}}) == "#0 at 3: 4 x 6, 2 x 1");
+    const plan::region one{.source = 3, .destination = 5, .source_offset = 7};
+    CHECK(fmt::format("{}", one) == "#3 at 7 -> #5 at 0");
+    plan::region rows{.source = 3,
+                      .destination = 5,
+                      .source_offset = 128,
+                      .destination_offset = 16,
+                      .dimensions = {{4, 6, 2}, {2, 0, 1}}};
+    CHECK(fmt::format("{}", rows) == "#3 at 128 -> #5 at 16: 4 x 6 -> 2, 2 x 0 -> 1");
+    CHECK(fmt::format("{}", plan::read_task{{3, 7, {}}, {}}) == "#3 at 7 []");
+    CHECK(fmt::format("{}", plan::read_task{{3, 7, {{8, 1}}}, {one, rows}}) ==
+          "#3 at 7: 8 x 1 [#3 at 7 -> #5 at 0; #3 at 128 -> #5 at 16: 4 x 6 -> 2, 2 x 0 -> 1]");
+    rows.source = plan::region::no_source;
+    CHECK(fmt::format("{}", rows) == "nothing -> #5 at 16: 4 x 2, 2 x 1");
+    CHECK(fmt::format("{:.7}|", rows) == "nothing|");
+}
+
 TEST_CASE("fmt: width, alignment and precision are a string's") {
     CHECK(fmt::format("{:>10}|", dtype::bf16) == "  bfloat16|");
     CHECK(fmt::format("{:*<8}|", shape{2}) == "[2]*****|");

@@ -49,6 +49,13 @@ namespace weightwire::detail {
     return count == 36 && space ? std::string{text.data(), text.size()} + *space : std::string{};
 }
 
+/// Whether a process that says `theirs` of itself runs in another boot than this one: on another
+/// machine, or in another time namespace. Where one of the two does not know, it is not said to.
+[[nodiscard]] inline bool is_other_boot(std::string_view theirs) {
+    const auto ours = boot_id();
+    return !theirs.empty() && !ours.empty() && theirs != ours;
+}
+
 /// CLOCK_MONOTONIC, which is what libstdc++'s and libc++'s steady clock reads on Linux, in
 /// nanoseconds.
 [[nodiscard]] inline std::int64_t monotonic_ns(

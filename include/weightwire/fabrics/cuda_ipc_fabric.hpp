@@ -2,11 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -21,13 +19,11 @@
 #include <cuda_runtime_api.h>
 
 #include <weightwire/core/check_time.hpp>
-#include <weightwire/core/checked.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
-#include <weightwire/detail/boot_id.hpp>
+#include <weightwire/fabrics/node_address.hpp>
 #include <weightwire/fabrics/process.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
-#include <weightwire/fabrics/shared_memory_fabric.hpp>
 #include <weightwire/gpu/check.hpp>
 #include <weightwire/gpu/device_buffer.hpp>
 #include <weightwire/gpu/device_guard.hpp>
@@ -131,11 +127,7 @@ public:
               copies_{device},
               mark_{device},
               self_{shm::this_process()} {}
-        [[nodiscard]] std::string address() const {
-            return weightwire::detail::boot_id() + " " +
-                   shm::detail::joined<2>(
-                       {static_cast<std::uint64_t>(self_.pid), self_.start_time});
-        }
+        [[nodiscard]] std::string address() const { return shm::node_address(self_); }
         [[nodiscard]] std::variant<fabric_export, fabric_refusal> export_memory(
             const std::byte* address, std::uint64_t bytes) const {
             const gpu::device_guard guard{device_};
@@ -201,17 +193,7 @@ public:
         shm::process_identity self_;
     };
 
-    /// A process of this machine.
-    class connection {
-    public:
-        [[nodiscard]] shm::process_identity who() const noexcept { return watch_.who(); }
-        [[nodiscard]] bool alive() const noexcept { return watch_.alive(); }
-
-    private:
-        friend class reader;
-        explicit connection(shm::process_identity who) : watch_{who} {}
-        shm::process_watch watch_;
-    };
+    using connection = shm::node_connection;
 
     /// One allocation of it, mapped. Stays readable when its owner has died.
     class memory {
@@ -252,30 +234,7 @@ public:
         [[nodiscard]] connection connect(std::string_view address, deadline until,
                                          const std::stop_token& stop) const {
             weightwire::detail::check_time(until, stop, [] { return at_init(); });
-            const auto blank = address.find(' ');
-            const auto numbers = shm::detail::split<2>(
-                blank == std::string_view::npos ? "" : address.substr(blank + 1));
-            const auto pid =
-                numbers ? checked_cast<std::int32_t>((*numbers)[0]) : std::optional<std::int32_t>{};
-            if (!pid || *pid <= 0) {
-                throw protocol_error{"the address of a trainer rank's device memory is garbled",
-                                     at_init()};
-            }
-            const auto theirs = address.substr(0, blank);
-            const auto ours = weightwire::detail::boot_id();
-            if (!theirs.empty() && !ours.empty() && theirs != ours) {
-                throw unsupported_error{
-                    "the trainer runs on another machine, whose device memory cannot be mapped; "
-                    "choose a fabric that crosses machines",
-                    at_init()};
-            }
-            connection made{{.pid = *pid, .start_time = (*numbers)[1]}};
-            if (!made.alive()) {
-                throw peer_error{"the trainer rank of process " + std::to_string(*pid) +
-                                     " is gone, or in another PID namespace",
-                                 at_init()};
-            }
-            return made;
+            return connection::to(address, "device memory");
         }
 
         [[nodiscard]] memory open(connection& from, std::string_view handle_text,

@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -12,7 +10,6 @@
 #include <stop_token>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -20,8 +17,8 @@
 #include <weightwire/core/check_time.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
-#include <weightwire/detail/boot_id.hpp>
 #include <weightwire/fabrics/address_map.hpp>
+#include <weightwire/fabrics/node_address.hpp>
 #include <weightwire/fabrics/process.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
 #include <weightwire/fabrics/shared_memory.hpp>
@@ -35,31 +32,7 @@ namespace weightwire::shm {
 
 namespace detail {
 
-/// Numbers with blanks between them.
-template <std::size_t Count>
-[[nodiscard]] std::string joined(const std::array<std::uint64_t, Count>& numbers) {
-    std::string out;
-    for (const auto number : numbers) {
-        out += (out.empty() ? "" : " ") + std::to_string(number);
-    }
-    return out;
-}
-/// The inverse; nothing where the text is anything else.
-template <std::size_t Count>
-[[nodiscard]] std::optional<std::array<std::uint64_t, Count>> split(std::string_view text) {
-    std::array<std::uint64_t, Count> out{};
-    for (std::size_t i = 0; i < Count; ++i) {
-        const auto [end, status] = std::from_chars(text.data(), text.data() + text.size(), out[i]);
-        text.remove_prefix(static_cast<std::size_t>(end - text.data()));
-        const bool last = i + 1 == Count;
-        if (status != std::errc{} || text.empty() != last || (!last && text.front() != ' ')) {
-            return std::nullopt;
-        }
-        text.remove_prefix(last ? 0 : 1);
-    }
-    return out;
-}
-
+/// Process, descriptor, start time, offset and length.
 [[nodiscard]] inline std::string text_of(const handle& value) {
     return joined<5>({static_cast<std::uint64_t>(value.pid), static_cast<std::uint64_t>(value.fd),
                       value.start_time, value.offset, value.length});
@@ -93,10 +66,7 @@ struct fabric {
     class owner {
     public:
         explicit owner(int /*device*/ = 0) : self_{this_process()} {}
-        [[nodiscard]] std::string address() const {
-            return weightwire::detail::boot_id() + " " +
-                   detail::joined<2>({static_cast<std::uint64_t>(self_.pid), self_.start_time});
-        }
+        [[nodiscard]] std::string address() const { return node_address(self_); }
         /// Looks at this process's mappings once, when it is first called.
         [[nodiscard]] std::variant<fabric_export, fabric_refusal> export_memory(
             const std::byte* address, std::uint64_t bytes) {
@@ -135,17 +105,7 @@ struct fabric {
         std::vector<known_file> files_;
     };
 
-    /// A process of this machine.
-    class connection {
-    public:
-        [[nodiscard]] process_identity who() const noexcept { return watch_.who(); }
-        [[nodiscard]] bool alive() const noexcept { return watch_.alive(); }
-
-    private:
-        friend class reader;
-        explicit connection(process_identity who) : watch_{who} {}
-        process_watch watch_;
-    };
+    using connection = node_connection;
 
     /// One memory file of it, mapped. Stays readable when its owner has died.
     class memory {
@@ -184,30 +144,7 @@ struct fabric {
         [[nodiscard]] connection connect(std::string_view address, deadline until,
                                          const std::stop_token& stop) const {
             weightwire::detail::check_time(until, stop, [] { return at_init(); });
-            const auto blank = address.find(' ');
-            const auto numbers =
-                detail::split<2>(blank == std::string_view::npos ? "" : address.substr(blank + 1));
-            const auto pid =
-                numbers ? checked_cast<std::int32_t>((*numbers)[0]) : std::optional<std::int32_t>{};
-            if (!pid || *pid <= 0) {
-                throw protocol_error{"the address of a trainer rank's shared memory is garbled",
-                                     at_init()};
-            }
-            const auto theirs = address.substr(0, blank);
-            const auto ours = weightwire::detail::boot_id();
-            if (!theirs.empty() && !ours.empty() && theirs != ours) {
-                throw unsupported_error{
-                    "the trainer runs on another machine or in another time namespace, whose "
-                    "memory cannot be mapped; choose a fabric that crosses machines",
-                    at_init()};
-            }
-            connection made{{.pid = *pid, .start_time = (*numbers)[1]}};
-            if (!made.alive()) {
-                throw peer_error{"the trainer rank of process " + std::to_string(*pid) +
-                                     " is gone, or in another PID namespace",
-                                 at_init()};
-            }
-            return made;
+            return connection::to(address, "shared memory");
         }
 
         [[nodiscard]] memory open(connection& from, std::string_view handle_text,

@@ -20,17 +20,12 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/fabrics/process.hpp>
-#include <weightwire/gpu/device_buffer.hpp>
 #include <weightwire/gpu/device_guard.hpp>
-#include <weightwire/gpu/event.hpp>
+#include <weightwire/gpu/device_machinery.hpp>
 #include <weightwire/gpu/ipc_memory.hpp>
 #include <weightwire/gpu/kernels/convert.hpp>
 #include <weightwire/gpu/kernels/copy.hpp>
-#include <weightwire/gpu/kernels/copy_kernels.hpp>
-#include <weightwire/gpu/memory.hpp>
-#include <weightwire/gpu/pinned_buffer.hpp>
 #include <weightwire/gpu/stream.hpp>
-#include <weightwire/gpu/stream_relay.hpp>
 #include <weightwire/sinks/device_digests.hpp>
 
 /// @file
@@ -39,14 +34,8 @@
 namespace weightwire::cuda_ipc {
 
 /// One device.
-class cuda_machinery {
+class cuda_machinery : public gpu::device_machinery {
 public:
-    static constexpr auto near_memory = memory_kind::cuda;
-
-    using buffer = gpu::device_buffer;
-    using pinned_buffer = gpu::pinned_buffer;
-    using stream = gpu::stream;
-    using event = gpu::event;
     using mapping = gpu::ipc_mapping;
     using foreign_event = gpu::foreign_event;
 
@@ -119,23 +108,18 @@ public:
 
     /// @throws unsupported_error, resource_error no such device.
     explicit cuda_machinery(int device)
-        : device_{device},
-          uploads_{device},  // names the device where it cannot be used
-          relay_{device},
-          gpu_{gpu::device_uuid(device)},
-          self_{shm::this_process()} {}
+        : device_machinery{device}, gpu_{gpu::device_uuid(device)}, self_{shm::this_process()} {}
 
     /// Another form for the plans that are made from now on, for who measures. `automatic` is right
     /// through a mapping too: plain copies are 5 to 7 % faster there, see
     /// benchmarks/results/cuda_ipc.txt.
     void set_copy_form(gpu::copy_form form) noexcept { form_ = form; }
 
-    [[nodiscard]] int device() const noexcept { return device_; }
     [[nodiscard]] const std::string& gpu() const noexcept { return gpu_; }
 
     [[nodiscard]] std::variant<exported_allocation, std::string> export_of(const std::byte* address,
                                                                            std::size_t bytes) {
-        const gpu::device_guard guard{device_};
+        const gpu::device_guard guard{device()};
         auto made = gpu::export_of(address, bytes);
         if (auto* const why = std::get_if<std::string>(&made); why != nullptr) {
             return std::move(*why);
@@ -147,16 +131,15 @@ public:
                                    .buffer_id = one.buffer_id};
     }
     [[nodiscard]] bool is_current(const exported_allocation& known) {
-        const gpu::device_guard guard{device_};
+        const gpu::device_guard guard{device()};
         const auto now = gpu::allocation_of(reinterpret_cast<const void*>(known.base));  // NOLINT
         return now.base == known.base && now.buffer_id == known.buffer_id;
     }
-    [[nodiscard]] buffer allocate_exportable(std::size_t bytes) { return {device_, bytes}; }
-    [[nodiscard]] pinned_buffer allocate_pinned(std::size_t bytes) { return pinned_buffer{bytes}; }
+    [[nodiscard]] buffer allocate_exportable(std::size_t bytes) { return {device(), bytes}; }
 
     [[nodiscard]] mapping open(const exporter& from, const exported_allocation& allocation) {
         try {
-            return gpu::open_ipc(device_, {from.pid, from.start_time},
+            return gpu::open_ipc(device(), {from.pid, from.start_time},
                                  {self_.pid, self_.start_time},
                                  {.handle = allocation.handle,
                                   .base = allocation.base,
@@ -175,46 +158,21 @@ public:
         }
     }
     [[nodiscard]] foreign_event open_foreign_event(std::span<const std::byte> handle) {
-        return {device_, handle};
+        return {device(), handle};
     }
 
-    [[nodiscard]] stream make_stream() { return stream{device_}; }
-    [[nodiscard]] event make_event() { return event{device_}; }
-    void record(event& point, const stream& on) {
-        const gpu::device_guard guard{device_};
-        point.record(on);
-    }
-    /// @param users a `cudaStream_t` of any device.
-    void record_after(event& point, void* users) {
-        relay_.record_after(point, gpu::stream_ref{static_cast<cudaStream_t>(users)});
-    }
-    /// @param users a `cudaStream_t` of any device.
-    void make_source_wait(void* users, const event& point) {
-        const gpu::device_guard guard{device_};
-        point.make_wait(gpu::stream_ref{static_cast<cudaStream_t>(users)});
-    }
-    [[nodiscard]] bool is_done(const event& point) const { return point.is_done(); }
-    [[nodiscard]] static bool is_idle(const stream& asked) { return asked.is_idle(); }
-
-    /// Compiles what copies and loads it onto this device.
-    void load_kernels() { gpu::load_copy_kernels(device_); }
-    /// Asynchronous where host memory is pinned.
-    void copy(std::byte* to, const std::byte* from, std::size_t bytes, const stream& on) {
-        const gpu::device_guard guard{device_};
-        gpu::copy_bytes(to, from, bytes, on);
-    }
     [[nodiscard]] copy_plan make_copies(std::span<const std::vector<byte_move>> groups) {
-        return {device_, groups, form_, uploads_};
+        return {device(), groups, form_, uploads()};
     }
     /// Compiles the kernels of the pairs of dtypes that are new to this process.
     [[nodiscard]] conversion_plan make_conversions(
         std::span<const std::vector<conversion>> groups) {
-        return {device_, groups, uploads_};
+        return {device(), groups, uploads()};
     }
     /// Before the first round: kernels are not loaded beside others.
     void prepare_digests(std::size_t lists) {
         if (!digests_) {
-            digests_ = std::make_unique<weightwire::detail::device_digests>(device_);
+            digests_ = std::make_unique<weightwire::detail::device_digests>(device());
         }
         digests_->reserve(lists);
     }
@@ -241,9 +199,6 @@ private:
         return !shm::process_watch{{from.pid, time}}.alive();
     }
 
-    int device_;
-    gpu::stream uploads_;      ///< of tables; it never waits for another
-    gpu::stream_relay relay_;  ///< to users' streams of other devices
     std::string gpu_;
     gpu::copy_form form_ = gpu::copy_form::automatic;
     exporter self_;                                                ///< this process

@@ -14,6 +14,7 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/fabrics/process.hpp>
+#include <weightwire/gpu/machinery_parts.hpp>
 
 /// @file
 /// What reading another process's device memory is made of. Sender and receiver are templates over
@@ -68,24 +69,15 @@ concept HasMachineIdentity = std::constructible_from<M, int> && requires(const M
 /// says in words why no process can open it. It is asked before anything is exported. `is_current`
 /// says whether an export is still of the memory that is at its address now.
 template <class M>
-concept HasMachineExports = requires(M& machine, const std::byte* address, std::size_t bytes,
-                                     const exported_allocation& known) {
-    { M::near_memory } -> std::convertible_to<memory_kind>;
-    {
-        machine.export_of(address, bytes)
-    } -> std::same_as<std::variant<exported_allocation, std::string>>;
-    { machine.is_current(known) } -> std::same_as<bool>;
-    { machine.allocate_exportable(bytes) } -> std::same_as<typename M::buffer>;
-    { machine.allocate_pinned(bytes) } -> std::same_as<typename M::pinned_buffer>;
-    requires std::default_initializable<typename M::buffer> && std::movable<typename M::buffer>;
-    requires std::default_initializable<typename M::pinned_buffer> &&
-                 std::movable<typename M::pinned_buffer>;
-    requires requires(const typename M::buffer& near, const typename M::pinned_buffer& pinned) {
-        { near.data() } -> std::same_as<std::byte*>;
-        { near.size() } -> std::convertible_to<std::size_t>;
-        { pinned.data() } -> std::same_as<std::byte*>;
+concept HasMachineExports =
+    gpu::HasMachineBuffers<M> && requires(M& machine, const std::byte* address, std::size_t bytes,
+                                          const exported_allocation& known) {
+        {
+            machine.export_of(address, bytes)
+        } -> std::same_as<std::variant<exported_allocation, std::string>>;
+        { machine.is_current(known) } -> std::same_as<bool>;
+        { machine.allocate_exportable(bytes) } -> std::same_as<typename M::buffer>;
     };
-};
 
 /// Another process's memory. Each allocation is opened once in a process and device; mappings of
 /// the same share it, and the last one closes it. A mapping of this process's own export is its
@@ -108,33 +100,17 @@ concept HasMachineImports = requires(
     { foreign.is_done() } -> std::same_as<bool>;
 };
 
-/// Queues of work, and points in them. Nothing here waits. An event that was never recorded has
-/// been reached. `record_after` and `make_source_wait` are for a stream of the user's
-/// (`named_tensor::ready_stream`).
-template <class M>
-concept HasMachineStreams =
-    requires(M& machine, typename M::stream& stream, typename M::event& event, void* users) {
-        { machine.make_stream() } -> std::same_as<typename M::stream>;
-        { machine.make_event() } -> std::same_as<typename M::event>;
-        machine.record(event, stream);
-        machine.record_after(event, users);
-        machine.make_source_wait(users, event);
-        { machine.is_done(event) } -> std::same_as<bool>;
-        { M::is_idle(stream) } -> std::same_as<bool>;
-    };
-
-/// Copies, in the order of the stream they are given to. A plan has its tables where the device
-/// reads them; `launch(group, stream)` does one group and allocates nothing. `copy` is for single
-/// runs, also from and to pinned host memory.
+/// Copies of many runs, in the order of the stream they are given to. A plan has its tables where
+/// the device reads them; `launch(group, stream)` does one group and allocates nothing. `copy` is
+/// for single runs, also from and to pinned host memory.
 template <class M>
 concept HasMachineCopies =
-    requires(M& machine, const typename M::stream& stream, std::byte* to, const std::byte* from,
-             std::size_t number, std::span<const std::vector<byte_move>> groups,
+    gpu::HasMachineQueues<M> &&
+    requires(M& machine, const typename M::stream& stream, std::size_t number,
+             std::span<const std::vector<byte_move>> groups,
              std::span<const std::vector<conversion>> unlike, const typename M::copy_plan& plan,
              const typename M::conversion_plan& converts, std::span<const tensor_view> tensors,
              std::span<std::uint64_t> digests, deadline until, const std::stop_token& stop) {
-        machine.load_kernels();
-        machine.copy(to, from, number, stream);
         { machine.make_copies(groups) } -> std::same_as<typename M::copy_plan>;
         plan.launch(number, stream);
         { plan.table_bytes() } -> std::convertible_to<std::size_t>;
@@ -150,7 +126,7 @@ concept HasMachineCopies =
 
 /// Everything of it. A model is used by one thread at a time.
 template <class M>
-concept Machinery = HasMachineIdentity<M> && HasMachineExports<M> && HasMachineImports<M> &&
-                    HasMachineStreams<M> && HasMachineCopies<M>;
+concept Machinery =
+    HasMachineIdentity<M> && HasMachineExports<M> && HasMachineImports<M> && HasMachineCopies<M>;
 
 }  // namespace weightwire::cuda_ipc

@@ -44,8 +44,7 @@ void basic_receiver<M>::open_native(const transport_open& init, deadline until,
                                     const std::stop_token& stop) {
     parameters_ = init.parameters;
     auto message = decode_transport_message(init.transport, parameters_->size());
-    const auto here = weightwire::detail::boot_id();
-    if (!message.boot_id.empty() && !here.empty() && message.boot_id != here) {
+    if (weightwire::detail::is_other_boot(message.boot_id)) {
         throw unsupported_error{
             "the trainer runs on another machine or in another time namespace, whose device memory "
             "cannot be mapped; choose a backend that crosses machines",

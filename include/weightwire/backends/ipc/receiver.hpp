@@ -128,8 +128,7 @@ inline void receiver::open(const transport_open& init, deadline until,
     }
     auto message = decode_transport_message(init.transport);  // first: memory of another kind
     const auto wire = decode_wire_parameters(init.wire_parameters);
-    const auto here = weightwire::detail::boot_id();
-    if (!message.boot_id.empty() && !here.empty() && message.boot_id != here) {
+    if (weightwire::detail::is_other_boot(message.boot_id)) {
         throw unsupported_error{
             "the trainer runs on another machine or in another time namespace, whose memory cannot "
             "be mapped; choose a backend that crosses machines",

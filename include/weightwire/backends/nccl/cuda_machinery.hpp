@@ -13,17 +13,12 @@
 
 #include <weightwire/backends/nccl/machinery.hpp>
 #include <weightwire/core/deadline.hpp>
-#include <weightwire/core/tensor.hpp>
 #include <weightwire/gpu/check.hpp>
-#include <weightwire/gpu/device_buffer.hpp>
 #include <weightwire/gpu/device_guard.hpp>
-#include <weightwire/gpu/event.hpp>
-#include <weightwire/gpu/kernels/copy_kernels.hpp>
+#include <weightwire/gpu/device_machinery.hpp>
 #include <weightwire/gpu/kernels/gather.hpp>
 #include <weightwire/gpu/kernels/scatter.hpp>
-#include <weightwire/gpu/pinned_buffer.hpp>
 #include <weightwire/gpu/stream.hpp>
-#include <weightwire/gpu/stream_relay.hpp>
 #include <weightwire/nccl_api/communicator.hpp>
 #include <weightwire/nccl_api/library.hpp>
 
@@ -33,14 +28,8 @@
 namespace weightwire::nccl {
 
 /// One device and one copy of NCCL.
-class cuda_machinery {
+class cuda_machinery : public gpu::device_machinery {
 public:
-    static constexpr auto near_memory = memory_kind::cuda;
-
-    using buffer = gpu::device_buffer;
-    using pinned_buffer = gpu::pinned_buffer;
-    using stream = gpu::stream;
-    using event = gpu::event;
     using communicator = nccl_api::communicator;
 
     /// `gpu::gather` or `gpu::scatter` over runs.
@@ -83,14 +72,7 @@ public:
     /// WEIGHTWIRE_LIBNCCL names, or else what `nccl_api::library::open` finds by itself.
     /// @throws unsupported_error no such device, or no libnccl.
     cuda_machinery(int device, const std::string& library)
-        : device_{device},
-          library_{nccl_api::library::open(chosen(library))},
-          uploads_{device},  // names the device where it cannot be used
-          relay_{device} {
-        beside_ = static_cast<unsigned int>(
-                      gpu::device_attribute(cudaDevAttrMultiProcessorCount, device)) /
-                  copy_share;
-    }
+        : cuda_machinery{device, nccl_api::library::open(chosen(library))} {}
 
     /// One block for so many multiprocessors is what a copy beside a broadcast gets: it keeps ahead
     /// of the wire, and the broadcast keeps its pace.
@@ -98,59 +80,29 @@ public:
     /// Another number of blocks, for who measures.
     void set_blocks_beside_broadcast(unsigned int blocks) noexcept { beside_ = blocks; }
 
-    [[nodiscard]] int device() const noexcept { return device_; }
     [[nodiscard]] int nccl_version() const noexcept { return library_.version(); }
     [[nodiscard]] const std::string& library_path() const noexcept { return library_.path(); }
     [[nodiscard]] std::string library_description() const { return library_.description(); }
 
-    /// Compiles what copies and loads it onto this device, also the form that only shifted bytes
-    /// need: the driver may hold up a kernel's first load until others have ended, and a broadcast
-    /// ends only when every rank takes part.
-    void load_kernels() { gpu::load_copy_kernels(device_); }
-
-    [[nodiscard]] buffer allocate(std::size_t bytes) { return {device_, bytes}; }
-    [[nodiscard]] pinned_buffer allocate_pinned(std::size_t bytes) { return pinned_buffer{bytes}; }
-    [[nodiscard]] stream make_stream() { return stream{device_}; }
+    [[nodiscard]] buffer allocate(std::size_t bytes) { return {device(), bytes}; }
     [[nodiscard]] stream make_urgent_stream() {
-        const gpu::device_guard guard{device_};
+        const gpu::device_guard guard{device()};
         int least = 0;
         int most = 0;
         gpu::check(cudaDeviceGetStreamPriorityRange(&least, &most),
                    "cudaDeviceGetStreamPriorityRange");
-        return stream{device_, most};
-    }
-    [[nodiscard]] event make_event() { return event{device_}; }
-
-    void record(event& point, const stream& on) {
-        const gpu::device_guard guard{device_};
-        point.record(on);
-    }
-    /// @param users a `cudaStream_t` of any device.
-    void record_after(event& point, void* users) {
-        relay_.record_after(point, gpu::stream_ref{static_cast<cudaStream_t>(users)});
+        return stream{device(), most};
     }
     void make_wait(const stream& later, const event& point) {
-        const gpu::device_guard guard{device_};
+        const gpu::device_guard guard{device()};
         point.make_wait(later);
     }
-    void make_source_wait(void* users, const event& point) {
-        const gpu::device_guard guard{device_};
-        point.make_wait(gpu::stream_ref{static_cast<cudaStream_t>(users)});
-    }
-    [[nodiscard]] bool is_done(const event& point) const { return point.is_done(); }
-    [[nodiscard]] static bool is_idle(const stream& asked) { return asked.is_idle(); }
 
-    /// Asynchronous where host memory is pinned.
-    void copy(std::byte* to, const std::byte* from, std::size_t bytes, const stream& on) {
-        const gpu::device_guard guard{device_};
-        gpu::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, on.native_handle()),
-                   "cudaMemcpyAsync");
-    }
     [[nodiscard]] gather_plan make_gather(std::span<const std::vector<byte_run>> chunks) {
-        return {device_, chunks, beside_, uploads_};
+        return {device(), chunks, beside_, uploads()};
     }
     [[nodiscard]] scatter_plan make_scatter(std::span<const std::vector<byte_run>> chunks) {
-        return {device_, chunks, beside_, uploads_};
+        return {device(), chunks, beside_, uploads()};
     }
 
     [[nodiscard]] wire::unique_id make_unique_id() {
@@ -158,20 +110,23 @@ public:
     }
     [[nodiscard]] communicator join(const wire::unique_id& id, int world_size, int rank,
                                     deadline until, const std::stop_token& stop) {
-        return communicator::join(library_, id, world_size, rank, device_, until, stop);
+        return communicator::join(library_, id, world_size, rank, device(), until, stop);
     }
 
 private:
+    cuda_machinery(int device, nccl_api::library library)
+        : device_machinery{device},
+          library_{std::move(library)},
+          beside_{static_cast<unsigned int>(
+                      gpu::device_attribute(cudaDevAttrMultiProcessorCount, device)) /
+                  copy_share} {}
     [[nodiscard]] static std::string chosen(const std::string& library) {
         const char* const named = std::getenv("WEIGHTWIRE_LIBNCCL");
         return library.empty() && named != nullptr ? named : library;
     }
 
-    int device_;
     nccl_api::library library_;
-    unsigned int beside_ = 1;
-    gpu::stream uploads_;      ///< of tables; it never waits for another
-    gpu::stream_relay relay_;  ///< to users' streams of other devices
+    unsigned int beside_;
 };
 
 static_assert(Machinery<cuda_machinery>);

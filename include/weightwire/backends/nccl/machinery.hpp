@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <weightwire/core/deadline.hpp>
-#include <weightwire/core/tensor.hpp>
+#include <weightwire/gpu/machinery_parts.hpp>
 #include <weightwire/nccl_api/element.hpp>
 #include <weightwire/wire/unique_id.hpp>
 
@@ -33,56 +33,34 @@ enum class copy_pace : std::uint8_t {
     beside_broadcast,  ///< so much that a broadcast under way is not held up
 };
 
-/// Memory that broadcasts read and write, and memory that the host and the device both reach.
+/// Memory that broadcasts read and write.
 template <class M>
-concept HasMachineMemory = requires(M& machine, std::size_t bytes) {
-    { M::near_memory } -> std::convertible_to<memory_kind>;
+concept HasMachineMemory = gpu::HasMachineBuffers<M> && requires(M& machine, std::size_t bytes) {
     { machine.allocate(bytes) } -> std::same_as<typename M::buffer>;
-    { machine.allocate_pinned(bytes) } -> std::same_as<typename M::pinned_buffer>;
-    requires std::default_initializable<typename M::buffer> && std::movable<typename M::buffer>;
-    requires std::default_initializable<typename M::pinned_buffer> &&
-                 std::movable<typename M::pinned_buffer>;
-    requires requires(const typename M::buffer& near, const typename M::pinned_buffer& pinned) {
-        { near.data() } -> std::same_as<std::byte*>;
-        { near.size() } -> std::convertible_to<std::size_t>;
-        { pinned.data() } -> std::same_as<std::byte*>;
-    };
 };
 
-/// Queues of work, and points in them. Nothing here waits.
-///
-/// `make_wait` lets work given to a stream from now on start after the event's last `record`; an
-/// event that was never recorded has been reached. `record_after` and `make_source_wait` do the
-/// same with a stream of the user's (`named_tensor::ready_stream`). An urgent stream's work is
-/// placed on the device before that of others, which may have filled it. `is_idle` needs no
-/// machine: it is asked when that is gone.
+/// Queues of work of which one may wait for another: `make_wait` lets work given to a stream from
+/// now on start after the event's last `record`. An urgent stream's work is placed on the device
+/// before that of others, which may have filled it.
 template <class M>
 concept HasMachineStreams =
-    requires(M& machine, typename M::stream& stream, typename M::event& event, void* users) {
-        { machine.make_stream() } -> std::same_as<typename M::stream>;
+    gpu::HasMachineQueues<M> &&
+    requires(M& machine, typename M::stream& stream, typename M::event& event) {
         { machine.make_urgent_stream() } -> std::same_as<typename M::stream>;
-        { machine.make_event() } -> std::same_as<typename M::event>;
-        machine.record(event, stream);
-        machine.record_after(event, users);
         machine.make_wait(stream, event);
-        machine.make_source_wait(users, event);
-        { machine.is_done(event) } -> std::same_as<bool>;
-        { M::is_idle(stream) } -> std::same_as<bool>;
     };
 
-/// Copies, in the order of the stream they are given to. A gather or scatter plan has its tables
-/// where the device reads them; one launch does one chunk.
+/// Copies of many runs, in the order of the stream they are given to. A gather or scatter plan has
+/// its tables where the device reads them; one launch does one chunk.
 template <class M>
 concept HasMachineCopies =
     requires(M& machine, typename M::stream& stream, std::byte* to, const std::byte* from,
-             std::size_t bytes, std::span<const std::vector<byte_run>> chunks,
+             std::size_t chunk, std::span<const std::vector<byte_run>> chunks,
              const typename M::gather_plan& gather, const typename M::scatter_plan& scatter) {
-        machine.load_kernels();
-        machine.copy(to, from, bytes, stream);
         { machine.make_gather(chunks) } -> std::same_as<typename M::gather_plan>;
         { machine.make_scatter(chunks) } -> std::same_as<typename M::scatter_plan>;
-        gather.launch(bytes, to, stream, copy_pace::full);
-        scatter.launch(bytes, from, stream, copy_pace::full);
+        gather.launch(chunk, to, stream, copy_pace::full);
+        scatter.launch(chunk, from, stream, copy_pace::full);
         { gather.table_bytes() } -> std::convertible_to<std::size_t>;
         { scatter.table_bytes() } -> std::convertible_to<std::size_t>;
     };
