@@ -36,6 +36,8 @@ inline constexpr std::size_t ipc_argument_count = 15;
 inline constexpr pickle_rules ipc_pickle_rules{
     .what = "the pickled IPC handles",
     .expected = "expected vLLM's ipc_handles as CPython pickles them",
+    .has = "have",
+    .is = "are",
     .where = phase::update,
     .backend = "ipc",
     .max_bytes = longest_ipc_pickle,
@@ -87,7 +89,7 @@ public:
     /// @throws protocol_error, unsupported_error
     [[nodiscard]] ipc_handles read() {
         for (auto opcode = next_opcode(); opcode != stop; opcode = next_opcode()) {
-            if (!step_constant(opcode)) {
+            if (!step_constant(opcode) && !step_memo(opcode)) {
                 step_object(opcode);
             }
         }
@@ -190,8 +192,7 @@ inline bool ipc_pickle_walker::step_constant(unsigned char opcode) {
 
 inline void ipc_pickle_walker::step_object(unsigned char opcode) {
     switch (opcode) {
-        case 0x95: return frame();  // FRAME
-        case 0x63: {                // GLOBAL
+        case 0x63: {  // GLOBAL
             const auto module = line();
             return name(module, line());
         }
@@ -219,11 +220,6 @@ inline void ipc_pickle_walker::step_object(unsigned char opcode) {
             return push(kind::dict, dicts_.size() - 1);
         case 0x73: return set_items(2);         // SETITEM
         case 0x75: return set_items(unmark());  // SETITEMS
-        case 0x94: return remember();           // MEMOIZE
-        case 0x71: return remember(number(1));  // BINPUT
-        case 0x72: return remember(number(4));  // LONG_BINPUT
-        case 0x68: return recall(number(1));    // BINGET
-        case 0x6A: return recall(number(4));    // LONG_BINGET
         default: fail("IPC handles are not made of this opcode");
     }
 }

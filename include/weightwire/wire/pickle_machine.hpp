@@ -20,6 +20,8 @@ namespace weightwire::wire::detail {
 struct pickle_rules {
     std::string_view what;      ///< begins every message: `the pickled IPC handles`
     std::string_view expected;  ///< ends every message
+    std::string_view has;       ///< `what` has, or have
+    std::string_view is;        ///< `what` is, or are
     phase where = phase::none;
     std::string_view backend{};
     std::size_t max_bytes = 0;  ///< length of the text
@@ -38,8 +40,8 @@ protected:
     /// @throws protocol_error the text is too long, or begins not as protocol 2 to 5 does.
     pickle_machine(std::string_view text, const pickle_rules& rules) : text_{text}, rules_{&rules} {
         if (text_.size() > rules.max_bytes) {
-            throw_fault("have " + std::to_string(text_.size()) + " bytes, at most " +
-                        std::to_string(rules.max_bytes) + " are read");
+            throw_fault(std::string{rules.has} + " " + std::to_string(text_.size()) +
+                        " bytes, at most " + std::to_string(rules.max_bytes) + " are read");
         }
         if (text_.empty() || text_[0] != '\x80') {
             fail("a pickle of protocol 2 to 5 begins with opcode 0x80");
@@ -58,7 +60,7 @@ protected:
     }
     /// About the opcode being read.
     [[noreturn]] void fail(const std::string& text) const {
-        throw_fault("are wrong: " + place() + ": " + text);
+        throw_fault(std::string{rules_->is} + " wrong: " + place() + ": " + text);
     }
     [[nodiscard]] std::string place() const {
         constexpr std::string_view digits = "0123456789abcdef";
@@ -119,12 +121,6 @@ protected:
         position_ += end + 1;
         return rest.substr(0, end);
     }
-    void frame() {
-        if (number(8) > text_.size() - position_) {
-            fail("the frame is longer than the text");
-        }
-    }
-
     void push(const Value& made) {
         if (stack_.size() == rules_->max_stack) {
             fail("more than " + std::to_string(rules_->max_stack) + " values on the stack");
@@ -168,6 +164,25 @@ protected:
         return count;
     }
 
+    /// What every pickle has. @returns whether `opcode` is such a one.
+    [[nodiscard]] bool step_memo(unsigned char opcode) {
+        switch (opcode) {
+            case 0x95: frame(); return true;              // FRAME
+            case 0x94: remember(); return true;           // MEMOIZE
+            case 0x71: remember(number(1)); return true;  // BINPUT
+            case 0x72: remember(number(4)); return true;  // LONG_BINPUT
+            case 0x68: recall(number(1)); return true;    // BINGET
+            case 0x6A: recall(number(4)); return true;    // LONG_BINGET
+            default: return false;
+        }
+    }
+
+private:
+    void frame() {
+        if (number(8) > text_.size() - position_) {
+            fail("the frame is longer than the text");
+        }
+    }
     /// MEMOIZE: under the next number.
     void remember() { remember(memo_.size()); }
     /// CPython counts what it remembers: a number beyond that nobody writes.
@@ -191,7 +206,6 @@ protected:
         push(memo_[static_cast<std::size_t>(index)]);
     }
 
-private:
     std::string_view text_;
     const pickle_rules* rules_;
     std::size_t position_ = 0;
