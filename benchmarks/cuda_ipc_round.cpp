@@ -36,9 +36,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -47,7 +45,6 @@
 
 #include <weightwire/backends/cuda_ipc/backend.hpp>
 #include <weightwire/concepts/tensor_stream.hpp>
-#include <weightwire/gpu/kernels/copy.hpp>
 #include <weightwire/gpu/memory.hpp>
 #include <weightwire/http/http_sync_client.hpp>
 #include <weightwire/http/worker_server.hpp>
@@ -60,9 +57,11 @@
 #include "../tests/support/allocations.hpp"
 #include "../tests/support/device_allocations.hpp"
 #include "support/device_weights.hpp"
+#include "support/options.hpp"
 #include "support/parameter_lists.hpp"
 #include "support/process_pair.hpp"
 #include "support/timing.hpp"
+#include "support/uniform_copies.hpp"
 
 namespace {
 
@@ -153,61 +152,51 @@ std::unique_ptr<device_parameter_table> make_table(const manifest& parameters,
 }
 
 /// Copies that need no backend: every allocation of the trainer's as one run.
-class uniform_copies {
+class mapped_copies {
 public:
-    uniform_copies(std::vector<cuda_ipc::cuda_machinery::mapping> from, const device_weights& to,
-                   int device)
-        : from_{std::move(from)}, to_{to}, stream_{device} {
-        gpu::copy_tiles tiles;
-        std::vector<gpu::copy_item> items;
-        for (std::size_t k = 0; k < from_.size(); ++k) {
-            items.push_back({.source = reinterpret_cast<std::uint64_t>(from_[k].data()),
-                             .destination = reinterpret_cast<std::uint64_t>(to_.blocks()[k].data()),
-                             .bytes = to_.blocks()[k].size()});
-        }
-        tiles.add_group(items);
-        plain_.emplace(device, tiles, gpu::copy_form::plain);
-        if (gpu::compute_capability(device) >= 90) {
-            bulk_.emplace(device, tiles, gpu::copy_form::bulk);
-        }
-    }
+    mapped_copies(std::vector<cuda_ipc::cuda_machinery::mapping> from, const device_weights& to,
+                  int device)
+        : from_{std::move(from)}, to_{to}, copies_{pieces(from_, to), device} {}
 
     /// @returns seconds; 0 where the device has no such form.
     [[nodiscard]] double run(way what) const {
         const auto begin = monotonic::now();
         switch (what) {
-            case way::calls:
-                for (std::size_t k = 0; k < from_.size(); ++k) {
-                    gpu::copy_bytes(to_.blocks()[k].data(), from_[k].data(), to_.blocks()[k].size(),
-                                    stream_);
-                }
-                break;
+            case way::calls: copies_.calls(); break;
             case way::inside:
                 for (const auto& block : to_.blocks()) {
                     const auto half = block.size() / 2;
-                    gpu::copy_bytes(block.data() + half, block.data(), half, stream_);
-                    gpu::copy_bytes(block.data(), block.data() + half, half, stream_);
+                    gpu::copy_bytes(block.data() + half, block.data(), half, copies_.stream());
+                    gpu::copy_bytes(block.data(), block.data() + half, half, copies_.stream());
                 }
+                copies_.stream().synchronize();
                 break;
-            case way::plain: plain_->launch(0, nullptr, nullptr, stream_); break;
+            case way::plain: copies_.plain(); break;
             case way::bulk:
-                if (!bulk_) {
+                if (!copies_.has_bulk()) {
                     return 0;
                 }
-                bulk_->launch(0, nullptr, nullptr, stream_);
+                copies_.bulk();
                 break;
             default: throw std::logic_error{"no uniform copy"};
         }
-        stream_.synchronize();
         return seconds_since(begin);
     }
 
 private:
+    [[nodiscard]] static std::vector<gpu::copy_item> pieces(
+        const std::vector<cuda_ipc::cuda_machinery::mapping>& from, const device_weights& to) {
+        std::vector<gpu::copy_item> all;
+        for (std::size_t k = 0; k < from.size(); ++k) {
+            const auto& block = to.blocks()[k];
+            all.push_back(benchmarks::copy_of(from[k].data(), block.data(), block.size()));
+        }
+        return all;
+    }
+
     std::vector<cuda_ipc::cuda_machinery::mapping> from_;
     const device_weights& to_;
-    gpu::stream stream_;
-    std::optional<gpu::copy_plan> plain_;
-    std::optional<gpu::copy_plan> bulk_;
+    benchmarks::uniform_copies copies_;
 };
 
 /// A receiver without a server.
@@ -298,7 +287,7 @@ void worker(const channel& parent, const settings& wanted) {
         mapped.push_back(machine.open(sent.from(), sent.what()));
     }
     receiving_half half{parent, parameters, landing, wanted.packed, device};
-    const uniform_copies copies{std::move(mapped), landing, device};
+    const mapped_copies copies{std::move(mapped), landing, device};
     for (;;) {
         const auto next = parent.take<turn>();
         if (next.end) {
@@ -633,41 +622,35 @@ int trainer(const channel& child, const settings& wanted) {
     return wrong;
 }
 
-bool read(settings& wanted, std::string_view key, const std::string& value) {
-    if (key == "--layers") {
-        wanted.layers = std::stoll(value);
-    } else if (key == "--rounds") {
-        wanted.rounds = std::max(1, std::stoi(value));
-    } else if (key == "--check-every") {
-        wanted.check_every = std::max(1, std::stoi(value));
-    } else if (key == "--worker-device") {
-        wanted.worker_device = std::stoi(value);
-    } else if (key == "--allocation") {
-        wanted.allocation_bytes = std::stoull(value) << 20U;
-    } else if (key == "--mode" && value == "in_place") {
-        wanted.mode = commit_mode::in_place;
-    } else if (key == "--mode" && value == "flip") {
-        wanted.mode = commit_mode::flip;
-    } else if (key == "--mode" && value == "copy_in") {
-        wanted.mode = commit_mode::copy_in;
-    } else {
-        return false;
+/// @returns whether it is more than none.
+bool read_count(std::string_view value, int& to) {
+    return benchmarks::read_number(value, to) && to > 0;
+}
+
+bool read_mode(std::string_view value, commit_mode& to) {
+    for (const auto mode : {commit_mode::in_place, commit_mode::flip, commit_mode::copy_in}) {
+        if (to_string(mode) == value) {
+            to = mode;
+            return true;
+        }
     }
-    return true;
+    return false;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) try {
     settings wanted;
-    for (int i = 1; i < argc; ++i) {
-        const std::string_view key = argv[i];
-        if (key == "--packed") {
-            wanted.packed = true;
-        } else if (i + 1 >= argc || !read(wanted, key, argv[++i])) {
-            fmt::print(stderr, "cuda_ipc_round: what is {}?\n", key);
-            return 2;
-        }
+    if (!benchmarks::read_options(
+            "cuda_ipc_round", argc, argv,
+            {{"--packed", &wanted.packed},
+             {"--layers", &wanted.layers},
+             {"--worker-device", &wanted.worker_device},
+             {"--allocation", benchmarks::mebibytes{&wanted.allocation_bytes}},
+             {"--rounds", [&](auto value) { return read_count(value, wanted.rounds); }},
+             {"--check-every", [&](auto value) { return read_count(value, wanted.check_every); }},
+             {"--mode", [&](auto value) { return read_mode(value, wanted.mode); }}})) {
+        return 2;
     }
     const int wrong = benchmarks::run_pair(
         "cuda_ipc_round", [&](channel& child) { return trainer(child, wanted); },

@@ -34,8 +34,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -59,6 +57,7 @@
 
 #include "../tests/gpu/nccl_pair.hpp"
 #include "support/device_weights.hpp"
+#include "support/options.hpp"
 #include "support/parameter_lists.hpp"
 #include "support/process_pair.hpp"
 #include "support/timing.hpp"
@@ -86,7 +85,7 @@ struct settings {
     std::int64_t layers = 48;
     int rounds = 10;
     bool one_device = false;
-    bool sweep = true;
+    bool no_sweep = false;
     std::string skip{};
 };
 
@@ -121,7 +120,7 @@ std::vector<way> ways_of(const settings& wanted) {
     list.push_back({.name = "unpacked", .what = kind::unpacked});
     list.push_back(
         {.name = "HTTP, 2 x 1024 MiB", .what = kind::whole_round, .chunk_bytes = sizes[0]});
-    for (std::size_t i = 0; wanted.sweep && i < sizes.size(); ++i) {
+    for (std::size_t i = 0; !wanted.no_sweep && i < sizes.size(); ++i) {
         for (const unsigned int blocks : {16U, 66U, 132U, all_blocks}) {
             list.push_back(
                 {.name = fmt::format("2 x {}, beside {}", named(sizes[i]),
@@ -466,22 +465,13 @@ int trainer(tests::channel& child, const settings& wanted) {
 
 int main(int argc, char** argv) {
     settings wanted;
-    for (int i = 1; i < argc; ++i) {
-        const std::string_view key = argv[i];
-        if (key == "--one-device") {
-            wanted.one_device = true;
-        } else if (key == "--no-sweep") {
-            wanted.sweep = false;
-        } else if (i + 1 < argc && key == "--layers") {
-            wanted.layers = std::atoll(argv[++i]);
-        } else if (i + 1 < argc && key == "--skip") {
-            wanted.skip = argv[++i];
-        } else if (i + 1 < argc && key == "--rounds") {
-            wanted.rounds = std::atoi(argv[++i]);
-        } else {
-            fmt::print(stderr, "nccl_broadcast: what is {}?\n", key);
-            return 2;
-        }
+    if (!benchmarks::read_options("nccl_broadcast", argc, argv,
+                                  {{"--one-device", &wanted.one_device},
+                                   {"--no-sweep", &wanted.no_sweep},
+                                   {"--layers", &wanted.layers},
+                                   {"--skip", &wanted.skip},
+                                   {"--rounds", &wanted.rounds}})) {
+        return 2;
     }
     return benchmarks::run_pair(
                "nccl_broadcast", [&](tests::channel& child) { return trainer(child, wanted); },

@@ -47,6 +47,7 @@
 
 #include "../tests/support/allocations.hpp"
 #include "../tests/support/device_allocations.hpp"
+#include "support/options.hpp"
 #include "support/parameter_lists.hpp"
 #include "support/timing.hpp"
 
@@ -472,20 +473,12 @@ void print(std::string_view name, const pipeline::result& one, std::uint64_t byt
 
 int main(int argc, char** argv) try {
     settings wanted;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        const std::string_view key = argv[i];
-        if (key == "--layers") {
-            wanted.layers = std::atoll(argv[i + 1]);
-        } else if (key == "--buffer") {
-            wanted.buffer_bytes = std::strtoull(argv[i + 1], nullptr, 10) << 20U;
-        } else if (key == "--wire") {
-            wanted.wire_rate = std::atof(argv[i + 1]);
-        } else if (key == "--rounds") {
-            wanted.rounds = std::atoi(argv[i + 1]);
-        } else {
-            fmt::print(stderr, "nccl_pipeline: what is {}?\n", key);
-            return 2;
-        }
+    if (!benchmarks::read_options("nccl_pipeline", argc, argv,
+                                  {{"--layers", &wanted.layers},
+                                   {"--buffer", benchmarks::mebibytes{&wanted.buffer_bytes}},
+                                   {"--wire", &wanted.wire_rate},
+                                   {"--rounds", &wanted.rounds}})) {
+        return 2;
     }
     std::optional<pipeline> one;
     one.emplace(wanted);

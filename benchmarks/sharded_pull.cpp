@@ -19,7 +19,6 @@
 #include <cstring>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -36,6 +35,7 @@
 #include <weightwire/fabrics/ucx/fabric.hpp>
 #endif
 
+#include "support/pull_options.hpp"
 #include "support/pull_rounds.hpp"
 
 namespace {
@@ -133,7 +133,8 @@ struct host_kit {
 
     static constexpr std::array<std::string_view, 1> uniform_names{"reads in one piece"};
     static constexpr std::size_t best = 0;
-    static constexpr bool shares_cores = true;
+    /// A packer and a reader; an owner's fabric may have a thread that serves.
+    static constexpr int threads_a_rank = HasFabricService<typename Fabric::owner> ? 3 : 2;
     static constexpr std::uint64_t not_counted = ~std::uint64_t{0};
 
     static void settle(int /*device*/) {}
@@ -199,60 +200,25 @@ struct host_kit {
     };
 };
 
-bool read(benchmarks::pull_settings& wanted, std::string_view key, const std::string& value) {
-    if (key == "--layers") {
-        wanted.model.layers = std::stoll(value);
-    } else if (key == "--experts") {
-        wanted.model.experts = std::stoll(value);
-    } else if (key == "--rounds") {
-        wanted.rounds = std::max(1, std::stoi(value));
-    } else if (key == "--chunk") {
-        wanted.chunk_bytes = std::stoull(value) << 20U;
-    } else if (key == "--ranks" && (value == "1" || value == "2" || value == "4")) {
-        wanted.ranks = std::stoi(value);
-    } else {
-        return false;
-    }
-    return true;
-}
-
-template <class Fabric>
-int run(const benchmarks::pull_settings& wanted, bool kill) {
-    benchmarks::pull_rounds::program<host_kit<Fabric>> all{wanted};
-    const int wrong = kill ? all.kill() : all.run();
-    all.end();
-    return wrong == 0 ? 0 : 1;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) try {
-    benchmarks::pull_settings wanted;
-    wanted.model.layers = 2;
-    wanted.model.experts = 16;
-    wanted.model.vocabulary = 8192;
+    benchmarks::pull_options options;
+    auto& model = options.wanted.model;
+    model.layers = 2;
+    model.experts = 16;
+    model.vocabulary = 8192;
     std::string fabric = "shared_memory";
-    bool kill = false;
-    for (int i = 1; i < argc; ++i) {
-        const std::string_view key = argv[i];
-        if (key == "--kill") {
-            kill = true;
-        } else if (key == "--staged") {
-            wanted.staged = true;
-        } else if (key == "--fabric" && i + 1 < argc) {
-            fabric = argv[++i];
-        } else if (i + 1 >= argc || !read(wanted, key, argv[++i])) {
-            fmt::print(stderr, "sharded_pull: what is {}?\n", key);
-            return 2;
-        }
+    if (!benchmarks::read_pull_options("sharded_pull", argc, argv, options,
+                                       {{"--experts", &model.experts}, {"--fabric", &fabric}})) {
+        return 2;
     }
-    std::setvbuf(stdout, nullptr, _IOLBF, 0);
     if (fabric == "shared_memory") {
-        return run<shm::fabric>(wanted, kill);
+        return benchmarks::run_pull<host_kit<shm::fabric>>(options);
     }
 #ifdef WEIGHTWIRE_BENCHMARK_UCX
     if (fabric == "ucx") {
-        return run<ucx::fabric>(wanted, kill);
+        return benchmarks::run_pull<host_kit<ucx::fabric>>(options);
     }
 #endif
     fmt::print(stderr, "sharded_pull: this build knows no fabric {}\n", fabric);

@@ -22,22 +22,22 @@
 #include <cstdio>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include <weightwire/fabrics/cuda_ipc_fabric.hpp>
-#include <weightwire/gpu/kernels/copy.hpp>
 #include <weightwire/gpu/memory.hpp>
 #include <weightwire/sinks/device_memory.hpp>
 
 #include "../tests/gpu/ipc_pair.hpp"
 #include "../tests/support/device_allocations.hpp"
 #include "support/device_weights.hpp"
+#include "support/pull_options.hpp"
 #include "support/pull_rounds.hpp"
 #include "support/region_check.hpp"
+#include "support/uniform_copies.hpp"
 
 namespace {
 
@@ -52,7 +52,7 @@ struct device_kit {
     static constexpr std::array<std::string_view, 3> uniform_names{"copy calls", "plain kernel",
                                                                    "bulk kernel"};
     static constexpr std::size_t best = 1;
-    static constexpr bool shares_cores = false;
+    static constexpr int threads_a_rank = 0;
     static constexpr std::uint64_t not_counted = ~std::uint64_t{0};
 
     static void settle(int device) {
@@ -84,81 +84,38 @@ struct device_kit {
         uniform(const shown& from, const weights& to, int device)
             : machine_{device},
               from_{machine_.open(from.from(), from.what())},
-              to_{to.blocks()[0].data()},
               bytes_{std::min<std::uint64_t>(from_.size(), to.blocks()[0].size()) / 16 * 16},
-              stream_{device} {
-            gpu::copy_tiles tiles;
-            const std::array items{
-                gpu::copy_item{.source = reinterpret_cast<std::uint64_t>(from_.data()),
-                               .destination = reinterpret_cast<std::uint64_t>(to_),
-                               .bytes = bytes_}};
-            tiles.add_group(items);
-            plain_.emplace(device, tiles, gpu::copy_form::plain);
-            bulk_.emplace(device, tiles, gpu::copy_form::bulk);
-        }
+              copies_{{benchmarks::copy_of(from_.data(), to.blocks()[0].data(), bytes_)}, device} {}
         [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
         void run(std::size_t which) const {
             switch (which) {
-                case 0: gpu::copy_bytes(to_, from_.data(), bytes_, stream_); break;
-                case 1: plain_->launch(0, nullptr, nullptr, stream_); break;
-                default: bulk_->launch(0, nullptr, nullptr, stream_);
+                case 0: copies_.calls(); break;
+                case 1: copies_.plain(); break;
+                default: copies_.bulk();
             }
-            stream_.synchronize();
         }
 
     private:
         cuda_ipc::cuda_machinery machine_;
         cuda_ipc::cuda_machinery::mapping from_;
-        std::byte* to_;
         std::uint64_t bytes_;
-        gpu::stream stream_;
-        std::optional<gpu::copy_plan> plain_;
-        std::optional<gpu::copy_plan> bulk_;
+        benchmarks::uniform_copies copies_;
     };
 };
-
-bool read(benchmarks::pull_settings& wanted, std::string_view key, const std::string& value) {
-    if (key == "--layers") {
-        wanted.model.layers = std::stoll(value);
-    } else if (key == "--rounds") {
-        wanted.rounds = std::max(1, std::stoi(value));
-    } else if (key == "--chunk") {
-        wanted.chunk_bytes = std::stoull(value) << 20U;
-    } else if (key == "--trainer-device") {
-        wanted.trainer_device = std::stoi(value);
-    } else if (key == "--ranks" && (value == "1" || value == "2" || value == "4")) {
-        wanted.ranks = std::stoi(value);
-    } else if (key == "--worker-device") {
-        wanted.worker_device = std::stoi(value);
-    } else {
-        return false;
-    }
-    return true;
-}
 
 }  // namespace
 
 int main(int argc, char** argv) try {
-    benchmarks::pull_settings wanted{.asked_copy = 0.90};
-    bool kill = false;
-    for (int i = 1; i < argc; ++i) {
-        const std::string_view key = argv[i];
-        if (key == "--kill") {
-            kill = true;
-        } else if (key == "--staged") {
-            wanted.staged = true;
-        } else if (i + 1 >= argc || !read(wanted, key, argv[++i])) {
-            fmt::print(stderr, "sharded_pull_gpu: what is {}?\n", key);
-            return 2;
-        }
+    benchmarks::pull_options options{.wanted = {.asked_copy = 0.90}};
+    auto& wanted = options.wanted;
+    if (!benchmarks::read_pull_options("sharded_pull_gpu", argc, argv, options,
+                                       {{"--trainer-device", &wanted.trainer_device},
+                                        {"--worker-device", &wanted.worker_device}})) {
+        return 2;
     }
     // Between two GPUs a kernel is what their links are measured by.
     wanted.asked_kernel = wanted.worker_device != wanted.trainer_device ? 0.97 : 0;
-    std::setvbuf(stdout, nullptr, _IOLBF, 0);
-    benchmarks::pull_rounds::program<device_kit> all{wanted};
-    const int wrong = kill ? all.kill() : all.run();
-    all.end();
-    return wrong == 0 ? 0 : 1;
+    return benchmarks::run_pull<device_kit>(options);
 } catch (const std::exception& failed) {
     fmt::print(stderr, "sharded_pull_gpu: {}\n", failed.what());
     return 1;

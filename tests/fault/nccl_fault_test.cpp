@@ -22,9 +22,10 @@ using tests::group_fault;
 using tests::nccl_trainer;
 using tests::nccl_worker;
 using tests::recovers;
+using tests::says;
 using tests::small_chunks;
-using tests::small_weights;
 using tests::text_of_failure;
+using tests::weights_of;
 
 /// In what way trainer and workers speak.
 struct manner {
@@ -44,16 +45,6 @@ const std::vector<manner> others{{"native wire, unpacked", false},
                                  {"native wire, two ranks a server", true, 2},
                                  {"vLLM's wire by id, packed", true, 1, "0.33.0"},
                                  {"vLLM's wire by store, unpacked", false, 2, "0.29.0"}};
-
-bool says(std::string_view text, std::string_view part) {
-    return text.find(part) != std::string_view::npos;
-}
-
-small_weights weights_of(std::uint64_t version) {
-    small_weights weights{tests::nccl_parameters, tests::nccl_elements};
-    weights.set(version);
-    return weights;
-}
 
 constexpr auto unknown = static_cast<std::uint64_t>(-1);
 

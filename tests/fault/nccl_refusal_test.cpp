@@ -24,23 +24,15 @@ using namespace std::chrono_literals;
 using tests::nccl_trainer;
 using tests::nccl_worker;
 using tests::recovers;
+using tests::says;
 using tests::small_chunks;
 using tests::small_weights;
 using tests::text_of_failure;
 using tests::vllm_form_trainer;
+using tests::weights_of;
 
 const std::string init_path = "/init_weight_transfer_engine";
 const std::string update_path = "/update_weights";
-
-bool says(std::string_view text, std::string_view part) {
-    return text.find(part) != std::string_view::npos;
-}
-
-small_weights weights_of(std::uint64_t version) {
-    small_weights weights{tests::nccl_parameters, tests::nccl_elements};
-    weights.set(version);
-    return weights;
-}
 
 /// Opens a trainer, which has to fail within `budget`, and returns its text.
 std::string text_of_opening(const std::vector<std::string>& urls, std::chrono::milliseconds budget,

@@ -28,7 +28,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <exception>
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -46,13 +45,13 @@
 #include <weightwire/core/digest.hpp>
 #include <weightwire/gpu/check.hpp>
 #include <weightwire/http/http_sync_client.hpp>
-#include <weightwire/http/worker_server.hpp>
 #include <weightwire/sinks/device_memory.hpp>
 #include <weightwire/trainer.hpp>
 #include <weightwire/worker.hpp>
 
 #include "../../benchmarks/support/device_weights.hpp"
 #include "../../benchmarks/support/parameter_lists.hpp"
+#include "../support/serving_tool.hpp"
 
 namespace {
 
@@ -326,14 +325,7 @@ void serve(std::vector<param_meta> list, commit_mode mode, bool convert) {
     device_parameter_table table{
         manifest{std::move(list)}, gpu_memory{0}, {.mode = mode, .convert_dtypes = convert}};
     worker_engine engine{cuda_ipc::backend{}, table};
-    worker_service service{engine};
-    worker_server server{service, {}};
-    server.start();
-    std::printf("%d\n", static_cast<int>(server.port()));
-    std::fflush(stdout);
-    for (char byte = 0; ::read(STDIN_FILENO, &byte, 1) > 0;) {
-    }
-    server.stop(deadline::after(std::chrono::seconds{5}));
+    tests::serve_until_input_ends(engine);
 }
 
 std::optional<commit_mode> mode_named(std::string_view word) {
@@ -376,23 +368,22 @@ bool run_train(const std::vector<std::string>& words) {
 
 }  // namespace
 
-int main(int count, char** arguments) try {
-    const std::vector<std::string> words{arguments + 1, arguments + count};
-    if (words.size() >= 5 && words.size() % 2 == 1 && words[0] == "train" && run_train(words)) {
-        return 0;
-    }
-    const auto mode = words.size() >= 3 ? mode_named(words[2]) : std::nullopt;
-    const bool convert = words.size() == 4 && words[3] == "--convert";
-    if (mode && words[0] == "serve" && (words.size() == 3 || convert)) {
-        serve(benchmarks::read_list(words[1]), *mode, convert);
-        return 0;
-    }
-    std::fprintf(stderr,
-                 "usage: interop_ipc_program train LIST URL ROUNDS packed|unpacked "
-                 "[--form bytes|strided|pool|f32] [--check N] [--watch PID] [--buffer BYTES]\n"
-                 "       interop_ipc_program serve LIST in_place|flip|copy_in [--convert]\n");
-    return 2;
-} catch (const std::exception& failed) {
-    std::fprintf(stderr, "interop_ipc_program: %s\n", failed.what());
-    return 1;
+int main(int count, char** arguments) {
+    return tests::run_tool(
+        "interop_ipc_program",
+        "interop_ipc_program train LIST URL ROUNDS packed|unpacked "
+        "[--form bytes|strided|pool|f32] [--check N] [--watch PID] [--buffer BYTES]\n"
+        "       interop_ipc_program serve LIST in_place|flip|copy_in [--convert]",
+        count, arguments, [](const std::vector<std::string>& words) {
+            if (words.size() >= 5 && words.size() % 2 == 1 && words[0] == "train") {
+                return run_train(words);
+            }
+            const auto mode = words.size() >= 3 ? mode_named(words[2]) : std::nullopt;
+            const bool convert = words.size() == 4 && words[3] == "--convert";
+            if (mode && words[0] == "serve" && (words.size() == 3 || convert)) {
+                serve(benchmarks::read_list(words[1]), *mode, convert);
+                return true;
+            }
+            return false;
+        });
 }

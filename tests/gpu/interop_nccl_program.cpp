@@ -15,7 +15,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <string>
 #include <vector>
 
@@ -24,11 +23,11 @@
 #include <weightwire/gpu/check.hpp>
 #include <weightwire/gpu/device_buffer.hpp>
 #include <weightwire/http/http_sync_client.hpp>
-#include <weightwire/http/worker_server.hpp>
 #include <weightwire/trainer.hpp>
 #include <weightwire/worker.hpp>
 
 #include "../../benchmarks/support/parameter_lists.hpp"
+#include "../support/serving_tool.hpp"
 #include "../support/small_model.hpp"
 
 namespace {
@@ -84,32 +83,23 @@ void train(const std::vector<param_meta>& list, const std::string& url, int roun
 void serve(const std::vector<param_meta>& list) {
     parameter_table table{list};
     worker_engine engine{nccl::backend{}, table};
-    worker_service service{engine};
-    worker_server server{service, {}};
-    server.start();
-    std::printf("%d\n", static_cast<int>(server.port()));
-    std::fflush(stdout);
-    for (char byte = 0; ::read(STDIN_FILENO, &byte, 1) > 0;) {
-    }
-    server.stop(deadline::after(std::chrono::seconds{5}));
+    tests::serve_until_input_ends(engine);
 }
 
 }  // namespace
 
-int main(int count, char** arguments) try {
-    const std::vector<std::string> words{arguments + 1, arguments + count};
-    if (words.size() == 5 && words[0] == "train") {
-        train(read_list(words[1]), words[2], std::stoi(words[3]), words[4] == "packed");
-    } else if (words.size() == 2 && words[0] == "serve") {
-        serve(read_list(words[1]));
-    } else {
-        std::fprintf(stderr,
-                     "usage: interop_nccl_program train LIST URL ROUNDS packed|unpacked "
-                     "| serve LIST\n");
-        return 2;
-    }
-    return 0;
-} catch (const std::exception& failed) {
-    std::fprintf(stderr, "interop_nccl_program: %s\n", failed.what());
-    return 1;
+int main(int count, char** arguments) {
+    return tests::run_tool(
+        "interop_nccl_program",
+        "interop_nccl_program train LIST URL ROUNDS packed|unpacked | serve LIST", count, arguments,
+        [](const std::vector<std::string>& words) {
+            if (words.size() == 5 && words[0] == "train") {
+                train(read_list(words[1]), words[2], std::stoi(words[3]), words[4] == "packed");
+            } else if (words.size() == 2 && words[0] == "serve") {
+                serve(read_list(words[1]));
+            } else {
+                return false;
+            }
+            return true;
+        });
 }

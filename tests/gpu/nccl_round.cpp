@@ -31,6 +31,7 @@
 #include <weightwire/sources/span_source.hpp>
 
 #include "../../benchmarks/support/device_weights.hpp"
+#include "../../benchmarks/support/options.hpp"
 #include "../../benchmarks/support/parameter_lists.hpp"
 #include "../../benchmarks/support/process_pair.hpp"
 #include "../support/allocations.hpp"
@@ -206,20 +207,12 @@ int trainer(tests::channel& child, const settings& wanted, bool packed) {
 
 int main(int argc, char** argv) {
     settings wanted;
-    for (int i = 1; i < argc; ++i) {
-        const std::string_view key = argv[i];
-        if (key == "--two-devices") {
-            wanted.two_devices = true;
-        } else if (i + 1 < argc && key == "--layers") {
-            wanted.layers = std::atoll(argv[++i]);
-        } else if (i + 1 < argc && key == "--rounds") {
-            wanted.rounds = std::strtoull(argv[++i], nullptr, 10);
-        } else if (i + 1 < argc && key == "--buffer") {
-            wanted.buffer_bytes = std::strtoull(argv[++i], nullptr, 10);
-        } else {
-            std::fprintf(stderr, "nccl_round: what is %s?\n", argv[i]);
-            return 2;
-        }
+    if (!benchmarks::read_options("nccl_round", argc, argv,
+                                  {{"--two-devices", &wanted.two_devices},
+                                   {"--layers", &wanted.layers},
+                                   {"--rounds", &wanted.rounds},
+                                   {"--buffer", &wanted.buffer_bytes}})) {
+        return 2;
     }
     int wrong = 0;
     for (const bool packed : {true, false}) {

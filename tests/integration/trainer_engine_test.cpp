@@ -31,6 +31,21 @@ using testing::loopback;
 using testing::loopback_init_info;
 using tests::small_weights;
 
+/// A source that throws in the middle of a round when it is told to.
+struct failing {
+    small_weights& inner;
+    bool fail = false;
+    const auto& metadata() const { return inner.metadata(); }
+    auto weights() {
+        return inner.weights() | std::views::transform([this](const named_tensor& each) {
+                   if (fail) {
+                       throw std::out_of_range{"no such shard"};
+                   }
+                   return each;
+               });
+    }
+};
+
 /// A worker in this process and a client that speaks to it.
 template <class Tag = loopback>
 struct local_worker {
@@ -225,19 +240,6 @@ TEST_CASE(
 }
 
 TEST_CASE("what a source throws comes out of send_weights as it was") {
-    struct failing {
-        small_weights& inner;
-        bool fail = false;
-        const auto& metadata() const { return inner.metadata(); }
-        auto weights() {
-            return inner.weights() | std::views::transform([this](const named_tensor& each) {
-                       if (fail) {
-                           throw std::out_of_range{"no such shard"};
-                       }
-                       return each;
-                   });
-        }
-    };
     local_worker<> worker;
     small_weights weights{4, 100};
     failing source{weights};
@@ -553,19 +555,6 @@ TEST_CASE_TEMPLATE("a stage that fails ends the round before the call, and the n
 }
 
 TEST_CASE("what a source throws while a part is staged comes out as it was, and no call is made") {
-    struct failing {
-        small_weights& inner;
-        bool fail = false;
-        const auto& metadata() const { return inner.metadata(); }
-        auto weights() {
-            return inner.weights() | std::views::transform([this](const named_tensor& each) {
-                       if (fail) {
-                           throw std::out_of_range{"no such shard"};
-                       }
-                       return each;
-                   });
-        }
-    };
     staged_pair<tests::staged_init_info> pair{2};
     small_weights weights{4, 100};
     failing source{weights};

@@ -11,8 +11,6 @@
 //       prints its port, serves that many ranks until its input ends; flat: without the scalar
 //   ipc_vllm_tool list         prints the parameters
 
-#include <unistd.h>
-
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -28,12 +26,12 @@
 
 #include <weightwire/core/digest.hpp>
 #include <weightwire/http/http_sync_client.hpp>
-#include <weightwire/http/worker_server.hpp>
 #include <weightwire/rendezvous/store_group.hpp>
 #include <weightwire/trainer.hpp>
 #include <weightwire/worker.hpp>
 
 #include "host_cuda_ipc.hpp"
+#include "serving_tool.hpp"
 #include "small_model.hpp"
 
 namespace {
@@ -57,17 +55,6 @@ std::vector<param_meta> listed() {
             {"model.layers.0.mlp.experts.0.up_proj.bias", dtype::f32, {0, 8}},
             {"model.norm.weight", dtype::f16, {16}},
             {"lm_head.weight", dtype::bf16, {64, 16}}};
-}
-
-void print_list() {
-    for (const auto& parameter : listed()) {
-        std::printf("parameter %s %s", parameter.name.c_str(),
-                    std::string{traits_of(parameter.dtype).torch}.c_str());
-        for (const auto extent : parameter.shape) {
-            std::printf(" %lld", static_cast<long long>(extent));
-        }
-        std::printf("\n");
-    }
 }
 
 /// One rank's weights on its pretended GPU: all in one allocation, one of them transposed and one
@@ -152,7 +139,7 @@ void train_rank(const training& plan, int rank, Group&& group) {
 }
 
 void train(const training& plan) {
-    print_list();
+    tests::print_list(listed());
     if (plan.ranks == 1) {
         train_rank(plan, 0, single_rank{});
         return;
@@ -193,38 +180,28 @@ void serve(int gpus, bool flat) {
         sinks.push_back(tables.back().get());
     }
     worker_engine engine{tests::host_cuda_ipc{}, sinks};
-    worker_service service{engine};
-    worker_server server{service, {}};
-    server.start();
-    std::printf("%d\n", static_cast<int>(server.port()));
-    std::fflush(stdout);
-    for (char byte = 0; ::read(STDIN_FILENO, &byte, 1) > 0;) {
-    }
-    server.stop(deadline::after(std::chrono::seconds{5}));
+    tests::serve_until_input_ends(engine);
 }
 
 }  // namespace
 
-int main(int count, char** arguments) try {
-    const std::vector<std::string> words{arguments + 1, arguments + count};
-    const auto verb = words.empty() ? std::string{} : words.front();
-    if (verb == "train" && words.size() == 5) {
-        train({words[1], std::stoi(words[2]), words[3], std::stoi(words[4])});
-    } else if (verb == "serve" && words.size() == 2) {
-        serve(std::stoi(words[1]), false);
-    } else if (verb == "serve" && words.size() == 3 && words[2] == "flat") {
-        serve(std::stoi(words[1]), true);
-    } else if (verb == "list" && words.size() == 1) {
-        print_list();
-    } else {
-        std::fprintf(
-            stderr,
-            "usage: ipc_vllm_tool train URL ROUNDS packed|unpacked|pool RANKS | serve GPUS "
-            "[flat] | list\n");
-        return 2;
-    }
-    return 0;
-} catch (const std::exception& failed) {
-    std::fprintf(stderr, "ipc_vllm_tool: %s\n", failed.what());
-    return 1;
+int main(int count, char** arguments) {
+    return tests::run_tool(
+        "ipc_vllm_tool",
+        "ipc_vllm_tool train URL ROUNDS packed|unpacked|pool RANKS | serve GPUS [flat] | list",
+        count, arguments, [](const std::vector<std::string>& words) {
+            const auto verb = words.empty() ? std::string{} : words.front();
+            if (verb == "train" && words.size() == 5) {
+                train({words[1], std::stoi(words[2]), words[3], std::stoi(words[4])});
+            } else if (verb == "serve" && words.size() == 2) {
+                serve(std::stoi(words[1]), false);
+            } else if (verb == "serve" && words.size() == 3 && words[2] == "flat") {
+                serve(std::stoi(words[1]), true);
+            } else if (verb == "list" && words.size() == 1) {
+                tests::print_list(listed());
+            } else {
+                return false;
+            }
+            return true;
+        });
 }

@@ -44,6 +44,16 @@ namespace tests {
 inline constexpr int nccl_parameters = 8;
 inline constexpr int nccl_elements = 3000;
 
+/// What a worker of these processes serves after a round of that version.
+inline small_weights weights_of(std::uint64_t version) {
+    small_weights weights{nccl_parameters, nccl_elements};
+    weights.set(version);
+    return weights;
+}
+inline bool says(std::string_view text, std::string_view part) {
+    return text.find(part) != std::string_view::npos;
+}
+
 /// What happens at the `count`-th time (from 0) from now on that the process comes to `step`.
 struct group_fault {
     static constexpr std::size_t longest_step = 48;

@@ -10,25 +10,22 @@
 //   vllm_tool list             prints the parameters
 //   vllm_tool fetch HOST PORT  prints the id that rank 0 of a group published
 
-#include <unistd.h>
-
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <string>
 #include <vector>
 
 #include <weightwire/core/digest.hpp>
 #include <weightwire/http/http_sync_client.hpp>
-#include <weightwire/http/worker_server.hpp>
 #include <weightwire/rendezvous/tcp_store_client.hpp>
 #include <weightwire/trainer.hpp>
 #include <weightwire/wire/unique_id.hpp>
 #include <weightwire/worker.hpp>
 
 #include "host_nccl.hpp"
+#include "serving_tool.hpp"
 #include "small_model.hpp"
 
 namespace {
@@ -61,17 +58,6 @@ std::vector<param_meta> listed() {
             {"lm_head.weight", dtype::bf16, {64, 16}}};
 }
 
-void print_list() {
-    for (const auto& parameter : listed()) {
-        std::printf("parameter %s %s", parameter.name.c_str(),
-                    std::string{traits_of(parameter.dtype).torch}.c_str());
-        for (const auto extent : parameter.shape) {
-            std::printf(" %lld", static_cast<long long>(extent));
-        }
-        std::printf("\n");
-    }
-}
-
 void train(const std::string& url, int rounds, bool packed, bool only_store) {
     const auto model = listed();
     std::vector<std::vector<std::byte>> memory;
@@ -83,7 +69,7 @@ void train(const std::string& url, int rounds, bool packed, bool only_store) {
         tensors.push_back(
             {parameter.name, {memory.back().data(), parameter.dtype, parameter.shape}});
     }
-    print_list();
+    tests::print_list(listed());
     tests::host_nccl_info info;
     info.packed = packed;
     info.packed_buffer_size_bytes = 1024;
@@ -106,14 +92,7 @@ void train(const std::string& url, int rounds, bool packed, bool only_store) {
 void serve() {
     parameter_table table{listed()};
     worker_engine engine{tests::host_nccl{}, table};
-    worker_service service{engine};
-    worker_server server{service, {}};
-    server.start();
-    std::printf("%d\n", static_cast<int>(server.port()));
-    std::fflush(stdout);
-    for (char byte = 0; ::read(STDIN_FILENO, &byte, 1) > 0;) {
-    }
-    server.stop(deadline::after(std::chrono::seconds{5}));
+    tests::serve_until_input_ends(engine);
 }
 
 void fetch(const std::string& host, const std::string& port) {
@@ -125,26 +104,24 @@ void fetch(const std::string& host, const std::string& port) {
 
 }  // namespace
 
-int main(int count, char** arguments) try {
-    const std::vector<std::string> words{arguments + 1, arguments + count};
-    const auto verb = words.empty() ? std::string{} : words.front();
-    if (verb == "train" && words.size() == 5) {
-        train(words[1], std::stoi(words[2]), words[3] == "packed", words[4] == "store");
-    } else if (verb == "serve" && words.size() == 1) {
-        serve();
-    } else if (verb == "list" && words.size() == 1) {
-        print_list();
-    } else if (verb == "fetch" && words.size() == 3) {
-        fetch(words[1], words[2]);
-    } else {
-        std::fprintf(
-            stderr,
-            "usage: vllm_tool train URL ROUNDS packed|unpacked automatic|store | serve | list | "
-            "fetch HOST PORT\n");
-        return 2;
-    }
-    return 0;
-} catch (const std::exception& failed) {
-    std::fprintf(stderr, "vllm_tool: %s\n", failed.what());
-    return 1;
+int main(int count, char** arguments) {
+    return tests::run_tool("vllm_tool",
+                           "vllm_tool train URL ROUNDS packed|unpacked automatic|store | serve | "
+                           "list | fetch HOST PORT",
+                           count, arguments, [](const std::vector<std::string>& words) {
+                               const auto verb = words.empty() ? std::string{} : words.front();
+                               if (verb == "train" && words.size() == 5) {
+                                   train(words[1], std::stoi(words[2]), words[3] == "packed",
+                                         words[4] == "store");
+                               } else if (verb == "serve" && words.size() == 1) {
+                                   serve();
+                               } else if (verb == "list" && words.size() == 1) {
+                                   tests::print_list(listed());
+                               } else if (verb == "fetch" && words.size() == 3) {
+                                   fetch(words[1], words[2]);
+                               } else {
+                                   return false;
+                               }
+                               return true;
+                           });
 }

@@ -14,6 +14,7 @@
 
 #include <weightwire/concepts/tensor_stream.hpp>
 #include <weightwire/core/deadline.hpp>
+#include <weightwire/core/failure.hpp>
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/detail/boot_id.hpp>
 #include <weightwire/engine/worker_engine.hpp>
@@ -35,6 +36,17 @@ using namespace std::chrono_literals;
 /// The one limit of everything that a test waits for.
 inline weightwire::deadline soon() { return weightwire::deadline::after(20s); }
 inline constexpr std::int64_t budget_ms = 20'000;
+
+/// What `call` throws, as a failure; empty when it returns.
+template <class Call>
+weightwire::failure caught(Call call) {
+    try {
+        call();
+        return {};
+    } catch (...) {
+        return weightwire::failure::current(weightwire::phase::none);
+    }
+}
 
 /// A parameter table that fails where it is told to.
 class obstinate_table {
@@ -240,6 +252,33 @@ private:
         }
         return out;
     }
+};
+
+/// Weights, a worker that expects them and a trainer that sends them, initialized.
+template <class Sink = obstinate_table>
+struct scene {
+    explicit scene(int ranks = 1, weightwire::parameter_table_options table = {},
+                   weightwire::testing::loopback_init_info info = {},
+                   weightwire::worker_options<> options = {})
+        : weights{6, 1000},
+          rig{weights.metadata(), ranks, std::move(table), options},
+          trainer{weights, ranks, std::move(info)} {
+        rig.init(trainer);
+    }
+    void round(std::uint64_t version) {
+        weights.set(version);
+        rig.round(trainer, version);
+    }
+    void start(std::uint64_t version) {
+        trainer.session = rig.engine.start(trainer.start_message(version), {}).session;
+    }
+    void update() {
+        trainer.beside_sending([&] { rig.engine.update(trainer.update_message(), {}); });
+    }
+
+    small_weights weights;
+    worker_rig<Sink> rig;
+    hand_driven_trainer trainer;
 };
 
 }  // namespace tests

@@ -39,6 +39,27 @@ void check_rounds(pair& both, receiver& worker, const weights& to, std::uint64_t
     }
 }
 
+/// A stream of the user's whose work does not end before it is let go.
+class held_stream {
+public:
+    held_stream() : users_{host_ipc_machinery{0}.make_stream()} {
+        users_.put([this] {
+            while (!go_) {
+                std::this_thread::sleep_for(1ms);
+            }
+        });
+    }
+    held_stream(const held_stream&) = delete;
+    held_stream& operator=(const held_stream&) = delete;
+    ~held_stream() { let_go(); }
+    void let_go() { go_ = true; }
+    [[nodiscard]] void* native_handle() { return users_.native_handle(); }
+
+private:
+    std::atomic<bool> go_{false};  // outlives the stream, whose work looks at it
+    host_ipc_machinery::stream users_;
+};
+
 /// What `pair::open` hands over, changed.
 template <class Change>
 std::string open_changed(const pair& both, Change change) {
@@ -396,14 +417,7 @@ TEST_CASE("cuda_ipc: a call is not made before the source's stream has come so f
         host_cuda_ipc_info info;
         info.packed = packed;
         pair both{from, info};
-        host_ipc_machinery machine{0};
-        std::atomic<bool> go{false};  // outlives the stream, whose work looks at it
-        auto users = machine.make_stream();
-        users.put([&] {
-            while (!go) {
-                std::this_thread::sleep_for(1ms);
-            }
-        });
+        held_stream users;
         views_source source{model, both.views, users.native_handle()};
         {
             round_of<views_source> walk{source, model};
@@ -416,7 +430,7 @@ TEST_CASE("cuda_ipc: a call is not made before the source's stream has come so f
             CHECK_THROWS_AS(both.half.stage(2, 0, second, in_time(), stop.get_token()),
                             cancelled_error);
         }
-        go = true;
+        users.let_go();
         round_of<views_source> walk{source, model};
         auto stream = walk.stream();
         both.half.stage(3, 0, stream, in_time(), {});
@@ -431,14 +445,7 @@ TEST_CASE("cuda_ipc: a stream that hangs costs its deadline, is named, and leave
         host_cuda_ipc_info info;
         info.packed = packed;
         pair both{from, info};
-        host_ipc_machinery machine{0};
-        std::atomic<bool> go{false};  // outlives the stream, whose work looks at it
-        auto users = machine.make_stream();
-        users.put([&] {
-            while (!go) {
-                std::this_thread::sleep_for(1ms);
-            }
-        });
+        held_stream users;
         views_source source{model, both.views};
         source.ready_of = [&](std::size_t i) { return i == 3 ? users.native_handle() : nullptr; };
         round_of<views_source> walk{source, model};
@@ -449,7 +456,7 @@ TEST_CASE("cuda_ipc: a stream that hangs costs its deadline, is named, and leave
         CHECK(deadline::clock::now() - begin < 1s);
         CHECK(has(text, "[tensor odd]"));
         CHECK(has(text, "deadline"));
-        go = true;
+        users.let_go();
     }
 }
 

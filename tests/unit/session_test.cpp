@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <random>
 #include <string>
 #include <type_traits>
@@ -108,117 +109,63 @@ constexpr cell no(fault why, state stays) { return {action::refuse, why, stays};
 constexpr cell wait(state stays) { return {action::wait, fault::none, stays}; }
 constexpr cell stop(state stays) { return {action::stop_and_wait, fault::none, stays}; }
 
+/// What calls get in one state, and what their ends do there. An end that is not in `ends` is that
+/// of a call that does not run.
+struct ending {
+    event what;
+    cell does;
+};
+constexpr row cells(state at, cell init, cell start, cell update, cell finish, cell abandon,
+                    std::initializer_list<ending> ends = {}) {
+    row made{};
+    made.fill(no(fault::not_running, at));
+    const auto set = [&](event what, cell does) { made[static_cast<std::size_t>(what)] = does; };
+    set(event::init_begin, init);
+    set(event::start_begin, start);
+    set(event::update_begin, update);
+    set(event::finish_begin, finish);
+    set(event::abandon, abandon);
+    for (const auto& [what, does] : ends) {
+        set(what, does);
+    }
+    return made;
+}
+/// A call runs that a takeover stops.
+constexpr row running(state at, std::initializer_list<ending> ends) {
+    return cells(at, stop(at), wait(at), wait(at), wait(at), stop(at), ends);
+}
+
 /// Every state, every event: what the caller is told, and where the session stands then.
 constexpr std::array<row, state_count> table{{
     [] {
         constexpr auto at = state::uninitialized;
-        constexpr auto odd = no(fault::not_running, at);
-        return row{go(state::initializing),
-                   odd,
-                   odd,
-                   no(fault::not_initialized, at),
-                   odd,
-                   odd,
-                   no(fault::update_before_start, at),
-                   odd,
-                   odd,
-                   no(fault::finish_before_start, at),
-                   odd,
-                   odd,
-                   odd,
-                   go(at)};
+        return cells(at, go(state::initializing), no(fault::not_initialized, at),
+                     no(fault::update_before_start, at), no(fault::finish_before_start, at),
+                     go(at));
     }(),
-    [] {
-        constexpr auto at = state::initializing;
-        constexpr auto odd = no(fault::not_running, at);
-        return row{stop(at),
-                   go(state::ready),
-                   undo(state::uninitialized),
-                   wait(at),
-                   odd,
-                   odd,
-                   wait(at),
-                   odd,
-                   odd,
-                   wait(at),
-                   odd,
-                   odd,
-                   odd,
-                   stop(at)};
-    }(),
+    running(state::initializing, {{event::init_done, go(state::ready)},
+                                  {event::init_failed, undo(state::uninitialized)}}),
     [] {
         constexpr auto at = state::ready;
-        constexpr auto odd = no(fault::not_running, at);
-        return row{go(state::initializing),
-                   odd,
-                   odd,
-                   go(state::starting),
-                   odd,
-                   odd,
-                   no(fault::update_before_start, at),
-                   odd,
-                   odd,
-                   no(fault::finish_before_start, at),
-                   odd,
-                   odd,
-                   odd,
-                   go(at)};
+        return cells(at, go(state::initializing), go(state::starting),
+                     no(fault::update_before_start, at), no(fault::finish_before_start, at),
+                     go(at));
     }(),
-    [] {
-        constexpr auto at = state::starting;
-        constexpr auto odd = no(fault::not_running, at);
-        return row{
-            stop(at), odd, odd, wait(at), go(state::active), undo(state::ready), wait(at), odd, odd,
-            wait(at), odd, odd, odd,      stop(at)};
-    }(),
+    running(state::starting,
+            {{event::start_done, go(state::active)}, {event::start_failed, undo(state::ready)}}),
     [] {
         constexpr auto at = state::active;
-        constexpr auto odd = no(fault::not_running, at);
-        return row{undo(state::initializing),
-                   odd,
-                   odd,
-                   no(fault::already_active, at),
-                   odd,
-                   odd,
-                   go(state::updating),
-                   odd,
-                   odd,
-                   go(state::finishing),
-                   odd,
-                   odd,
-                   odd,
-                   undo(state::ready)};
+        return cells(at, undo(state::initializing), no(fault::already_active, at),
+                     go(state::updating), go(state::finishing), undo(state::ready));
     }(),
-    [] {
-        constexpr auto at = state::updating;
-        constexpr auto odd = no(fault::not_running, at);
-        return row{
-            stop(at),           odd,      odd, wait(at), odd, odd,     wait(at), go(state::active),
-            undo(state::ready), wait(at), odd, odd,      odd, stop(at)};
-    }(),
-    [] {
-        constexpr auto at = state::finishing;
-        constexpr auto odd = no(fault::not_running, at);
-        return row{stop(at),
-                   odd,
-                   odd,
-                   wait(at),
-                   odd,
-                   odd,
-                   wait(at),
-                   odd,
-                   odd,
-                   wait(at),
-                   go(state::committing),
-                   odd,
-                   undo(state::ready),
-                   stop(at)};
-    }(),
+    running(state::updating,
+            {{event::update_done, go(state::active)}, {event::update_failed, undo(state::ready)}}),
+    running(state::finishing, {{event::commit_begin, go(state::committing)},
+                               {event::finish_failed, undo(state::ready)}}),
     [] {
         constexpr auto at = state::committing;
-        constexpr auto odd = no(fault::not_running, at);
-        return row{wait(at), odd,      odd, wait(at),         odd, odd,     wait(at), odd,
-                   odd,      wait(at), odd, go(state::ready), odd, wait(at)};
+        return cells(at, wait(at), wait(at), wait(at), wait(at), wait(at),
+                     {{event::committed, go(state::ready)}});
     }(),
 }};
 
@@ -251,15 +198,15 @@ TEST_CASE("every event in every state does what the table says") {
 }
 
 TEST_CASE("a call that was taken over ends without effect, well or badly") {
-    struct ending {
+    struct taken {
         state during;
         event how;
         state next;
     };
-    for (const auto& each : {ending{state::initializing, event::init_done, state::uninitialized},
-                             ending{state::starting, event::start_done, state::ready},
-                             ending{state::updating, event::update_done, state::ready},
-                             ending{state::finishing, event::commit_begin, state::ready}}) {
+    for (const auto& each : {taken{state::initializing, event::init_done, state::uninitialized},
+                             taken{state::starting, event::start_done, state::ready},
+                             taken{state::updating, event::update_done, state::ready},
+                             taken{state::finishing, event::commit_begin, state::ready}}) {
         CAPTURE(to_string(each.during));
         auto subject = led_to(each.during);
         const auto epoch = subject.epoch();
@@ -275,10 +222,10 @@ TEST_CASE("a call that was taken over ends without effect, well or badly") {
         CHECK(subject.init_begin().action == action::proceed);
         CHECK(subject.epoch() == epoch + 1);
     }
-    for (const auto& each : {ending{state::initializing, event::init_failed, state::uninitialized},
-                             ending{state::starting, event::start_failed, state::ready},
-                             ending{state::updating, event::update_failed, state::ready},
-                             ending{state::finishing, event::finish_failed, state::ready}}) {
+    for (const auto& each : {taken{state::initializing, event::init_failed, state::uninitialized},
+                             taken{state::starting, event::start_failed, state::ready},
+                             taken{state::updating, event::update_failed, state::ready},
+                             taken{state::finishing, event::finish_failed, state::ready}}) {
         auto subject = led_to(each.during);
         CHECK(subject.abandon().action == action::stop_and_wait);
         CHECK(apply(subject, each.how) == session_step{action::rollback, fault::none});

@@ -25,8 +25,9 @@
 using namespace weightwire;
 using namespace std::chrono_literals;
 using sink_test::bytes_of;
-using sink_test::fill;
+using sink_test::holds;
 using sink_test::pattern;
+using sink_test::prepare;
 using sink_test::soon;
 using sink_test::update;
 using tests::touch_trap;
@@ -63,24 +64,6 @@ struct user_model {
     std::vector<std::byte> memory;
     std::vector<user_parameter> parameters;
 };
-
-bool holds(parameter_table& table, std::uint64_t seed) {
-    const auto held = table.acquire();
-    for (std::size_t i = 0; i < held.size(); ++i) {
-        if (held.version() != seed ||
-            bytes_of(held.tensor(i)) != pattern(seed, held.name(i), held.tensor(i).byte_size())) {
-            return false;
-        }
-    }
-    return true;
-}
-
-void prepare(parameter_table& table, weight_version version) {
-    fill(table.begin({.epoch = 1, .session = version, .version = version}, table.parameters(),
-                     soon()),
-         table.parameters(), version);
-    table.prepare(soon());
-}
 
 // What a trap does; it can be given nothing.
 std::stop_source* to_stop = nullptr;

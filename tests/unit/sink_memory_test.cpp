@@ -27,7 +27,9 @@
 using namespace weightwire;
 using namespace std::chrono_literals;
 using sink_test::bytes_of;
+using sink_test::holds;
 using sink_test::pattern;
+using sink_test::prepare;
 using sink_test::update;
 using tests::soon;
 
@@ -130,24 +132,6 @@ manifest model() {
     return manifest{{{"layers.0.w", dtype::f32, {16, 8}},
                      {"layers.1.w", dtype::bf16, {3}},
                      {"nothing", dtype::f32, {0}}}};
-}
-
-bool holds(pretended_table& table, std::uint64_t seed) {
-    const auto held = table.acquire();
-    for (std::size_t i = 0; i < held.size(); ++i) {
-        if (held.version() != seed ||
-            bytes_of(held.tensor(i)) != pattern(seed, held.name(i), held.tensor(i).byte_size())) {
-            return false;
-        }
-    }
-    return true;
-}
-
-void prepare(pretended_table& table, weight_version version) {
-    sink_test::fill(table.begin({.epoch = 1, .session = version, .version = version},
-                                table.parameters(), soon()),
-                    table.parameters(), version);
-    table.prepare(soon());
 }
 
 }  // namespace

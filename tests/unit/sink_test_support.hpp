@@ -52,14 +52,33 @@ inline void fill(std::span<const weightwire::destination> destinations,
     }
 }
 
-/// A whole session that names every parameter of the sink. Every second one exchanges first, where
-/// the sink does that.
+/// Whether readers see version `seed` with its pattern.
+template <class Table>
+bool holds(Table& table, std::uint64_t seed) {
+    const auto held = table.acquire();
+    for (std::size_t i = 0; i < held.size(); ++i) {
+        if (held.version() != seed ||
+            bytes_of(held.tensor(i)) != pattern(seed, held.name(i), held.tensor(i).byte_size())) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/// A session that names every parameter of the sink, up to the commit.
 template <class Sink>
-void update(Sink& sink, weightwire::weight_version version) {
+void prepare(Sink& sink, weightwire::weight_version version) {
     const auto& parameters = sink.parameters();
     fill(sink.begin({.epoch = 1, .session = version, .version = version}, parameters, soon()),
          parameters, version);
     sink.prepare(soon());
+}
+
+/// A whole session that names every parameter of the sink. Every second one exchanges first, where
+/// the sink does that.
+template <class Sink>
+void update(Sink& sink, weightwire::weight_version version) {
+    prepare(sink, version);
     if constexpr (weightwire::HasExchange<Sink>) {
         if (version % 2 == 0) {
             sink.exchange(soon(), {});

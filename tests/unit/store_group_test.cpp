@@ -70,6 +70,16 @@ private:
     pid_t process_;
 };
 
+/// Rank 0 of two, which after one barrier does nothing more.
+child_process pausing_rank_0(std::uint16_t port) {
+    return child_process{[port] {
+        auto group = store_group::host(2, {.port = port});
+        group.barrier(soon());
+        ::pause();
+        return 0;
+    }};
+}
+
 TEST_CASE("a store group conforms with one, two and eight ranks") {
     for (const int size : {1, 2, 8}) {
         // The suite makes three groups, one after the other; each rank counts them for itself.
@@ -187,12 +197,7 @@ TEST_CASE("a dead rank is named by the others") {
 
 TEST_CASE("a dead rank 0 is a peer error at once") {
     const auto port = free_port();
-    child_process zero{[port] {
-        auto group = store_group::host(2, {.port = port});
-        group.barrier(soon());
-        ::pause();
-        return 0;
-    }};
+    auto zero = pausing_rank_0(port);
     auto one = store_group::join(1, 2, "127.0.0.1", port, soon());
     one.barrier(soon());
     std::jthread killer{[&] {
@@ -210,12 +215,7 @@ TEST_CASE("a dead rank 0 is a peer error at once") {
 
 TEST_CASE("a stopped rank 0 is named when the deadline has passed") {
     const auto port = free_port();
-    child_process zero{[port] {
-        auto group = store_group::host(2, {.port = port});
-        group.barrier(soon());
-        ::pause();
-        return 0;
-    }};
+    auto zero = pausing_rank_0(port);
     auto one = store_group::join(1, 2, "127.0.0.1", port, soon());
     one.barrier(soon());
     zero.stop();

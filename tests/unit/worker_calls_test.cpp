@@ -38,17 +38,6 @@ using namespace tests;
 
 namespace {
 
-/// What `call` throws, as a failure; empty when it returns.
-template <class Call>
-failure caught(Call call) {
-    try {
-        call();
-        return {};
-    } catch (...) {
-        return failure::current(phase::none);
-    }
-}
-
 /// A table that says what a commit takes, and until when its session may wait.
 class slow_table : public parameter_table {
 public:
@@ -56,32 +45,6 @@ public:
     parameter_table& table() { return *this; }
     [[nodiscard]] std::chrono::nanoseconds commit_estimate() const { return estimate; }
     std::chrono::nanoseconds estimate{0};
-};
-
-/// Weights, a worker over `Sink` and its initialized trainer.
-template <class Sink>
-struct scene {
-    explicit scene(parameter_table_options table = {}, worker_options<> options = {},
-                   testing::loopback_init_info info = {})
-        : weights{6, 1000},
-          rig{weights.metadata(), 1, std::move(table), options},
-          trainer{weights, 1, std::move(info)} {
-        rig.init(trainer);
-    }
-    void round(std::uint64_t version) {
-        weights.set(version);
-        rig.round(trainer, version);
-    }
-    void start(std::uint64_t version) {
-        trainer.session = rig.engine.start(trainer.start_message(version), {}).session;
-    }
-    void update() {
-        trainer.beside_sending([&] { rig.engine.update(trainer.update_message(), {}); });
-    }
-
-    small_weights weights;
-    worker_rig<Sink> rig;
-    hand_driven_trainer trainer;
 };
 
 worker_call gone() {
@@ -136,7 +99,7 @@ TEST_CASE("Two processes share a clock only where boot and time namespace are th
 }
 
 TEST_CASE("A call whose client is gone begins nothing: the trainer that is there goes on") {
-    scene<slow_table> s{{.mode = commit_mode::in_place}};
+    scene<slow_table> s{1, {.mode = commit_mode::in_place}};
     s.round(1);
     hand_driven_trainer dead{s.weights};
     const auto epoch = s.rig.engine.status().epoch;
@@ -174,7 +137,7 @@ TEST_CASE("A vLLM start whose client is gone opens no session") {
 
 TEST_CASE("An init whose client leaves while it waits for the running call begins no epoch") {
     // A sink whose begin no stop ends: so the init must wait, and its client leaves meanwhile.
-    scene<obstinate_table> s{{.mode = commit_mode::in_place}};
+    scene<obstinate_table> s{1, {.mode = commit_mode::in_place}};
     s.round(1);
     auto& table = s.rig.sinks[0]->table();
     std::optional<snapshot> held{table.acquire()};
@@ -202,7 +165,7 @@ TEST_CASE("An init whose client leaves while it waits for the running call begin
 TEST_CASE("A take-over ends a start that waits for a reader, long before that start's deadline") {
     for (const auto mode : {commit_mode::flip, commit_mode::in_place}) {
         CAPTURE(to_string(mode));
-        scene<slow_table> s{{.mode = mode}};
+        scene<slow_table> s{1, {.mode = mode}};
         s.round(1);
         s.round(2);
         std::optional<snapshot> held{s.rig.sinks[0]->acquire()};
@@ -226,7 +189,7 @@ TEST_CASE("A take-over ends a start that waits for a reader, long before that st
 }
 
 TEST_CASE("A client that hangs up ends a finish that waits for a reader") {
-    scene<slow_table> s{{.mode = commit_mode::copy_in}};
+    scene<slow_table> s{1, {.mode = commit_mode::copy_in}};
     s.round(1);
     const auto held = s.rig.sinks[0]->acquire();
     s.start(2);
@@ -289,7 +252,7 @@ TEST_CASE("A commit that would end after the trainer gave up is not begun") {
 TEST_CASE("Readers that wait for an abandoned session learn of its end without anybody asking") {
     worker_options<> options;
     options.session_time_to_live = 500ms;
-    scene<slow_table> s{{.mode = commit_mode::in_place}, options};
+    scene<slow_table> s{1, {.mode = commit_mode::in_place}, {}, options};
     SUBCASE("after its start") { s.start(1); }
     SUBCASE("after its update") {
         s.start(1);
@@ -310,7 +273,7 @@ TEST_CASE("A session that its trainer keeps busy is not ended, however short its
     testing::gate gate;
     worker_options<> options;
     options.session_time_to_live = 50ms;
-    scene<slow_table> s{{}, options, {.block_in_receive = gate.name()}};
+    scene<slow_table> s{1, {}, {.block_in_receive = gate.name()}, options};
     s.start(1);
     auto update = std::async(std::launch::async, [&] { return caught([&] { s.update(); }); });
     gate.wait_until_blocked(soon());

@@ -24,45 +24,9 @@ using namespace tests;
 
 namespace {
 
-/// What `call` throws, as a failure; empty when it returns.
-template <class Call>
-failure caught(Call call) {
-    try {
-        call();
-        return {};
-    } catch (...) {
-        return failure::current(phase::none);
-    }
-}
-
 bool mentions(const failure& what, std::string_view text) {
     return what.message().find(text) != std::string::npos;
 }
-
-/// Weights, a worker that expects them and a trainer that sends them, initialized.
-struct scene {
-    explicit scene(int ranks = 1, parameter_table_options table = {},
-                   testing::loopback_init_info info = {}, worker_options<> options = {})
-        : weights{6, 1000},
-          rig{weights.metadata(), ranks, std::move(table), options},
-          trainer{weights, ranks, std::move(info)} {
-        rig.init(trainer);
-    }
-    void round(std::uint64_t version) {
-        weights.set(version);
-        rig.round(trainer, version);
-    }
-    void start(std::uint64_t version) {
-        trainer.session = rig.engine.start(trainer.start_message(version), {}).session;
-    }
-    void update() {
-        trainer.beside_sending([&] { rig.engine.update(trainer.update_message(), {}); });
-    }
-
-    small_weights weights;
-    worker_rig<> rig;
-    hand_driven_trainer trainer;
-};
 
 std::shared_ptr<const wire::vllm_update_request> request_of(const std::string& body) {
     return std::make_shared<const wire::vllm_update_request>(wire::parse_vllm_update(body));
@@ -71,7 +35,7 @@ std::shared_ptr<const wire::vllm_update_request> request_of(const std::string& b
 }  // namespace
 
 TEST_CASE("A native round makes exactly the trainer's bytes visible") {
-    scene s;
+    scene<> s;
     s.weights.set(7);
     s.start(7);
     wire::native_update_reply reply;
@@ -90,13 +54,13 @@ TEST_CASE("A native round makes exactly the trainer's bytes visible") {
 }
 
 TEST_CASE("Layer groups are announced as they fill") {
-    scene s;
+    scene<> s;
     s.round(1);
     CHECK(s.rig.sinks[0]->groups == std::vector<std::size_t>{0, 1, 2});
 }
 
 TEST_CASE("Four ranks receive side by side and commit together") {
-    scene s{4};
+    scene<> s{4};
     s.round(1);
     s.round(2);
     CHECK(s.rig.serves(2, s.weights));
@@ -104,7 +68,7 @@ TEST_CASE("Four ranks receive side by side and commit together") {
 }
 
 TEST_CASE("When one of four ranks fails to prepare all four stay old") {
-    scene s{4};
+    scene<> s{4};
     s.round(1);
     const auto old = s.weights;
     s.rig.sinks[2]->fails_prepare = true;
@@ -120,7 +84,7 @@ TEST_CASE("When one of four ranks fails to prepare all four stay old") {
 
 TEST_CASE("A rank that fails stops the ranks that still wait, and its error is the one reported") {
     testing::gate gate;
-    scene s{2, {}, {.block_in_receive = gate.name(), .block_rank = 2}};
+    scene<> s{2, {}, {.block_in_receive = gate.name(), .block_rank = 2}};
     s.rig.sinks[0]->fails_group = true;  // while rank 1 is held at the gate
     s.start(1);
     const auto why = caught([&] { s.update(); });
@@ -130,7 +94,7 @@ TEST_CASE("A rank that fails stops the ranks that still wait, and its error is t
 }
 
 TEST_CASE("A call of an earlier epoch or session is stale and changes nothing") {
-    scene s;
+    scene<> s;
     s.round(1);
     hand_driven_trainer second{s.weights};
     s.rig.init(second);
@@ -161,7 +125,7 @@ TEST_CASE("A call of an earlier epoch or session is stale and changes nothing") 
 
 TEST_CASE("A new trainer takes over while an update is blocked") {
     testing::gate gate;
-    scene s{1, {}, {.block_in_receive = gate.name()}};
+    scene<> s{1, {}, {.block_in_receive = gate.name()}};
     const auto old = s.weights;
     s.start(1);
     auto blocked = std::async(std::launch::async, [&] {
@@ -185,7 +149,7 @@ TEST_CASE("A new trainer takes over while an update is blocked") {
 }
 
 TEST_CASE("An init rolls back a session that its trainer left open") {
-    scene s;
+    scene<> s;
     s.round(1);
     const auto old = s.weights;
     s.weights.set(2);
@@ -199,7 +163,7 @@ TEST_CASE("An init rolls back a session that its trainer left open") {
 }
 
 TEST_CASE("An init that does not agree is refused before it disturbs anybody") {
-    scene s;
+    scene<> s;
     s.start(1);
     const auto open = s.rig.engine.status().session;
     const auto epoch = s.rig.engine.status().epoch;
@@ -218,7 +182,7 @@ TEST_CASE("An init that does not agree is refused before it disturbs anybody") {
 }
 
 TEST_CASE("The version only grows, unless the trainer forces it") {
-    scene s;
+    scene<> s;
     s.round(5);
     CHECK(mentions(caught([&] { s.start(5); }), "not above"));
     CHECK(mentions(caught([&] { s.start(4); }), "not above"));
@@ -277,7 +241,7 @@ TEST_CASE(
 }
 
 TEST_CASE("A session without a byte does not commit") {
-    scene s;
+    scene<> s;
     s.start(1);
     const auto why = caught([&] { s.rig.engine.finish(s.trainer.finish_message(1), {}); });
     CHECK(why.kind == "coverage");
@@ -286,7 +250,7 @@ TEST_CASE("A session without a byte does not commit") {
 }
 
 TEST_CASE("A digest that differs names the tensor, and the old version stays") {
-    scene s{2};
+    scene<> s{2};
     s.round(1);
     const auto old = s.weights;
     s.weights.set(2);
@@ -301,7 +265,7 @@ TEST_CASE("A digest that differs names the tensor, and the old version stays") {
 }
 
 TEST_CASE("Digests for another number of parameters are refused") {
-    scene s;
+    scene<> s;
     s.start(1);
     s.update();
     auto message = s.trainer.finish_message(1);
@@ -311,7 +275,7 @@ TEST_CASE("Digests for another number of parameters are refused") {
 }
 
 TEST_CASE("A worker does not commit what the trainer no longer counts on") {
-    scene s;
+    scene<> s;
     const auto old = s.weights;
     const auto open_session = [&] {
         s.weights.set(1);
@@ -355,7 +319,7 @@ TEST_CASE("A worker does not commit what the trainer no longer counts on") {
 }
 
 TEST_CASE("The instant of another boot says nothing about this clock") {
-    scene s;
+    scene<> s;
     s.weights.set(1);
     s.start(1);
     s.update();
@@ -368,7 +332,7 @@ TEST_CASE("The instant of another boot says nothing about this clock") {
 
 TEST_CASE("An update ends at its deadline, and its trainer begins again with init") {
     testing::gate gate;
-    scene s{1, {}, {.block_in_receive = gate.name()}};
+    scene<> s{1, {}, {.block_in_receive = gate.name()}};
     s.start(1);
     auto message = s.trainer.update_message();
     message.round = 1;
@@ -383,7 +347,7 @@ TEST_CASE("An update ends at its deadline, and its trainer begins again with ini
 
 TEST_CASE("An update whose client hangs up rolls the session back") {
     testing::gate gate;
-    scene s{1, {}, {.block_in_receive = gate.name()}};
+    scene<> s{1, {}, {.block_in_receive = gate.name()}};
     s.start(1);
     std::stop_source hang_up;
     auto blocked = std::async(std::launch::async, [&] {
@@ -400,7 +364,7 @@ TEST_CASE("An update whose client hangs up rolls the session back") {
 
 TEST_CASE("A call that waits for its turn gives up at its own deadline or stop") {
     testing::gate gate;
-    scene s{1, {}, {.block_in_receive = gate.name()}};
+    scene<> s{1, {}, {.block_in_receive = gate.name()}};
     s.start(1);
     auto blocked = std::async(std::launch::async, [&] {
         return caught([&] { s.rig.engine.update(s.trainer.update_message(), {}); });
@@ -424,7 +388,7 @@ TEST_CASE("A call that waits for its turn gives up at its own deadline or stop")
 TEST_CASE("A session whose trainer fell silent is rolled back when somebody looks") {
     worker_options<> options;
     options.session_time_to_live = std::chrono::milliseconds{1};
-    scene s{1, {}, {}, options};
+    scene<> s{1, {}, {}, options};
     s.start(1);
     const auto end = soon();
     while (s.rig.engine.status().session != 0 && !end.expired()) {
@@ -436,7 +400,7 @@ TEST_CASE("A session whose trainer fell silent is rolled back when somebody look
 }
 
 TEST_CASE("An in_place worker is dirty from the start of a session until a full update") {
-    scene s{1, {.mode = commit_mode::in_place}};
+    scene<> s{1, {.mode = commit_mode::in_place}};
     s.round(1);
     CHECK_FALSE(s.rig.engine.dirty());
     s.start(2);
@@ -551,7 +515,7 @@ TEST_CASE("Frozen parameters and aliases need not come in a vLLM session") {
 }
 
 TEST_CASE("Reset zeroes the weights in one commit and is refused within a session") {
-    scene s{2};
+    scene<> s{2};
     s.round(3);
     s.rig.engine.reset_weights({});
     for (auto& sink : s.rig.sinks) {
