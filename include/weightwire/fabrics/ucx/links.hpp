@@ -32,6 +32,13 @@ struct link {
     mutable bool moving = false;   ///< a transfer is in flight
 };
 
+/// Registered memory that a transfer writes to.
+struct landing_place {
+    std::byte* to = nullptr;
+    const registration& registered;
+    ucs_memory_type_t type = UCS_MEMORY_TYPE_HOST;
+};
+
 /// The UCX objects of one reader; ends when the last of its connections and memories has. One
 /// thread at a time.
 class links {
@@ -116,8 +123,7 @@ public:
     /// Begins to bring bytes of the other side's memory. What it returns is null when they are
     /// there already, an error as UCX packs it into a pointer, or a request.
     [[nodiscard]] void* get(const link& from, const remote_key& key, std::uint64_t address,
-                            std::byte* to, std::uint64_t bytes,
-                            const registration& local) const noexcept {
+                            const landing_place& to, std::uint64_t bytes) const noexcept {
         if (from.endpoint == nullptr || !worker_) {
             return UCS_STATUS_PTR(UCS_ERR_CANCELED);
         }
@@ -126,9 +132,9 @@ public:
         }
         ucp_request_param_t how{};
         how.op_attr_mask = UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-        how.memh = local.native_handle();
-        how.memory_type = UCS_MEMORY_TYPE_HOST;
-        return ucp_get_nbx(from.endpoint, to, static_cast<std::size_t>(bytes), address,
+        how.memh = to.registered.native_handle();
+        how.memory_type = to.type;
+        return ucp_get_nbx(from.endpoint, to.to, static_cast<std::size_t>(bytes), address,
                            key.native_handle(), &how);
     }
 

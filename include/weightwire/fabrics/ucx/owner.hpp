@@ -88,7 +88,7 @@ public:
     using arena_type = arena<typename Staging::buffer>;
 
     /// @throws resource_error, unsupported_error UCX cannot start.
-    explicit basic_owner(int device = 0) : staging_{device} {
+    explicit basic_owner(int device = 0) : staging_{device}, thread_{[this] { begin_thread(); }} {
         const auto probe = buffer_of(probe_bytes);
         for (std::uint64_t i = 0; i < probe_bytes / 8; ++i) {
             const auto word = probe_word(id_, i);
@@ -147,13 +147,7 @@ public:
     }
 
     /// @throws usage_error no bytes. @throws resource_error
-    [[nodiscard]] arena_type allocate(std::uint64_t bytes) {
-        auto made = buffer_of(bytes);
-        auto* const data = made->data();
-        std::vector<std::byte> key;
-        thread_.run([&] { key = add(made, data, bytes); });
-        return arena_type{std::move(made), named(address_of(data), bytes, std::move(key))};
-    }
+    [[nodiscard]] arena_type allocate(std::uint64_t bytes) { return share(buffer_of(bytes)); }
 
     /// Between rounds the thread answers too, but always sleeps first.
     void serve(bool active) noexcept { thread_.serve(active); }
@@ -165,8 +159,26 @@ public:
         return found;
     }
 
-private:
+protected:
     using buffer = typename Staging::buffer;
+
+    [[nodiscard]] Staging& used_staging() noexcept { return staging_; }
+    /// Runs `job(context)` on the thread that answers.
+    template <class Job>
+    void in_thread(Job job) {
+        thread_.run([&] { job(thread_.used_context()); });
+    }
+    /// Registers a buffer, which lasts as long as this owner.
+    /// @throws resource_error
+    [[nodiscard]] arena_type share(std::shared_ptr<const buffer> made) {
+        auto* const data = made->data();
+        const auto bytes = made->size();
+        std::vector<std::byte> key;
+        thread_.run([&] { key = add(made, data, bytes); });
+        return arena_type{std::move(made), named(address_of(data), bytes, std::move(key))};
+    }
+
+private:
     struct user_memory {
         std::uint64_t begin = 0;
         fabric_export exported{};
@@ -180,6 +192,11 @@ private:
             throw usage_error{"an arena of no bytes"};
         }
         return std::make_shared<const buffer>(staging_.allocate(bytes));
+    }
+    void begin_thread() const {
+        if constexpr (requires { staging_.begin_thread(); }) {
+            staging_.begin_thread();
+        }
     }
     /// On the thread.
     [[nodiscard]] std::vector<std::byte> add(std::shared_ptr<const void> holds, std::byte* data,

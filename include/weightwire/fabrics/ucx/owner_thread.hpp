@@ -32,8 +32,10 @@ namespace weightwire::ucx {
 /// sleeps while nothing comes.
 class owner_thread {
 public:
-    /// @throws resource_error, unsupported_error UCX cannot start.
-    owner_thread() : wake_{shm::descriptor::from_native(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))} {
+    /// @param begin runs first on the thread: makes a device current there.
+    /// @throws resource_error, unsupported_error UCX cannot start. @throws what `begin` throws.
+    explicit owner_thread(const std::function<void()>& begin = {})
+        : wake_{shm::descriptor::from_native(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))} {
         if (!wake_) {
             const int code = errno;
             shm::require_descriptors(code, "eventfd");
@@ -41,7 +43,10 @@ public:
         }
         thread_ = std::thread{[this] { loop(); }};
         try {
-            run([this] {
+            run([&] {
+                if (begin) {
+                    begin();
+                }
                 context_ = context::create(true);
                 worker_ = worker::create(context_, UCS_THREAD_MODE_SINGLE);
             });

@@ -18,6 +18,7 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
 #include <weightwire/fabrics/ucx/links.hpp>
+#include <weightwire/fabrics/ucx/memory.hpp>
 #include <weightwire/fabrics/ucx/texts.hpp>
 #include <weightwire/fabrics/ucx/transfers.hpp>
 #include <weightwire/fabrics/ucx/worker.hpp>
@@ -182,11 +183,14 @@ public:
         return transfers_->shared_links()->used_context().has_cuda();
     }
 
-private:
+protected:
+    [[nodiscard]] transfers<Staging>& used_transfers() noexcept { return *transfers_; }
+    [[nodiscard]] const transfers<Staging>& used_transfers() const noexcept { return *transfers_; }
     [[nodiscard]] static error_context at_init(std::string peer) {
         return {.phase = phase::init, .peer = std::move(peer)};
     }
 
+private:
     std::unique_ptr<transfers<Staging>> transfers_;
 };
 

@@ -20,7 +20,9 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
 #include <weightwire/fabrics/ucx/links.hpp>
+#include <weightwire/fabrics/ucx/memory.hpp>
 #include <weightwire/fabrics/ucx/pieces.hpp>
+#include <weightwire/fabrics/ucx/staging.hpp>
 #include <weightwire/fabrics/ucx/texts.hpp>
 #include <weightwire/fabrics/ucx/worker.hpp>
 
@@ -28,41 +30,6 @@
 /// The reads of one reader: transfers in flight, places to land, and what is laid out from there.
 
 namespace weightwire::ucx {
-
-/// Memory of a trainer rank.
-class memory {
-public:
-    memory(std::shared_ptr<links> in, const link& of, const remote_key& key, std::uint64_t address,
-           std::uint64_t size) noexcept
-        : in_{std::move(in)}, of_{&of}, key_{&key}, address_{address}, size_{size} {}
-    memory(memory&& other) noexcept = default;
-    memory& operator=(memory&& other) noexcept {
-        std::swap(in_, other.in_);
-        std::swap(of_, other.of_);
-        std::swap(key_, other.key_);
-        std::swap(address_, other.address_);
-        std::swap(size_, other.size_);
-        return *this;
-    }
-    ~memory() {
-        if (in_ != nullptr) {
-            in_->forget(*key_);
-        }
-    }
-
-    [[nodiscard]] std::uint64_t size() const noexcept { return size_; }
-    /// In the trainer rank's process.
-    [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
-    [[nodiscard]] const link& of() const noexcept { return *of_; }
-    [[nodiscard]] const remote_key& key() const noexcept { return *key_; }
-
-private:
-    std::shared_ptr<links> in_;
-    const link* of_;
-    const remote_key* key_;
-    std::uint64_t address_;
-    std::uint64_t size_;
-};
 
 /// Stays where it is. One thread at a time.
 template <class Staging>
@@ -76,6 +43,9 @@ public:
     static constexpr std::size_t window = 1;
     /// Places that all reads share.
     static constexpr std::size_t places = 32;
+    /// Pieces of one read that are moving, have landed or are being laid out. Where copies end
+    /// later than they are called for, the next transfer goes on beside them.
+    static constexpr std::size_t depth = Staging::copies_at_once ? window : window + 3;
 
     enum class stage : std::uint8_t { idle, moving, landed, laying };
     struct flight {
@@ -95,13 +65,17 @@ public:
         std::uint64_t shift = 0;
         std::size_t next = 0;
         std::size_t finished = 0;
-        std::array<flight, window> flights{};
+        std::array<flight, depth> flights{};
+        layout_of<Staging> layout{};  ///< how the device lays pieces out
         ucs_status_t failed = UCS_OK;
         const link* lost = nullptr;
         bool active = false;
     };
 
-    explicit transfers(int device) : staging_{device}, links_{std::make_shared<links>()} {}
+    explicit transfers(int device) : staging_{device} {
+        [[maybe_unused]] const auto here = scope_of(staging_);
+        links_ = std::make_shared<links>();
+    }
     transfers(const transfers&) = delete;
     transfers& operator=(const transfers&) = delete;
     ~transfers() {
@@ -111,12 +85,23 @@ public:
     }
 
     [[nodiscard]] const std::shared_ptr<links>& shared_links() const noexcept { return links_; }
+    [[nodiscard]] Staging& used_staging() noexcept { return staging_; }
+    [[nodiscard]] const Staging& used_staging() const noexcept { return staging_; }
 
     /// Brings a few bytes now; they are there until the next call.
     /// @throws peer_error, timeout_error, cancelled_error
     [[nodiscard]] std::span<const std::byte> bring(link& from, const remote_key& key,
                                                    std::uint64_t address, std::uint64_t bytes,
-                                                   deadline until, const std::stop_token& stop);
+                                                   deadline until, const std::stop_token& stop) {
+        make_places();
+        auto* const to = place_at(places);
+        bring_to({to, landing_registered_, UCS_MEMORY_TYPE_HOST}, from, key, address, bytes, until,
+                 stop);
+        return {to, static_cast<std::size_t>(bytes)};
+    }
+    /// Brings a few bytes to registered memory now. Throws the same.
+    void bring_to(const landing_place& to, link& from, const remote_key& key, std::uint64_t address,
+                  std::uint64_t bytes, deadline until, const std::stop_token& stop);
     [[nodiscard]] std::unique_ptr<state> prepare(std::span<const run> runs);
     void start(state& which, std::uint64_t shift);
     [[nodiscard]] bool done(state& which);
@@ -137,9 +122,9 @@ private:
     void settle(state& which, flight& with, ucs_status_t status) noexcept;
     void end_flight(flight& which) noexcept;
     void give_up() noexcept;
-    [[nodiscard]] static bool is_laying(const state& which) noexcept {
+    [[nodiscard]] static bool is(stage at, const state& which) noexcept {
         return std::ranges::any_of(which.flights,
-                                   [](const flight& each) { return each.at == stage::laying; });
+                                   [at](const flight& each) { return each.at == at; });
     }
 
     Staging staging_;
@@ -157,6 +142,7 @@ void transfers<Staging>::make_places() {
     if (landing_.data() != nullptr) {
         return;
     }
+    [[maybe_unused]] const auto here = scope_of(staging_);
     auto made = staging_.allocate((places + 1) * piece_bytes);
     auto registered = registration::create(links_->used_context(), made.data(), made.size());
     for (std::size_t i = 0; i < places; ++i) {
@@ -168,12 +154,11 @@ void transfers<Staging>::make_places() {
 }
 
 template <class Staging>
-std::span<const std::byte> transfers<Staging>::bring(link& from, const remote_key& key,
-                                                     std::uint64_t address, std::uint64_t bytes,
-                                                     deadline until, const std::stop_token& stop) {
-    make_places();
-    auto* const to = place_at(places);
-    void* const request = links_->get(from, key, address, to, bytes, landing_registered_);
+void transfers<Staging>::bring_to(const landing_place& to, link& from, const remote_key& key,
+                                  std::uint64_t address, std::uint64_t bytes, deadline until,
+                                  const std::stop_token& stop) {
+    [[maybe_unused]] const auto here = scope_of(staging_);
+    void* const request = links_->get(from, key, address, to, bytes);
     auto status = UCS_PTR_IS_PTR(request) ? UCS_INPROGRESS : UCS_PTR_STATUS(request);
     try {
         while (status == UCS_INPROGRESS) {
@@ -203,17 +188,17 @@ std::span<const std::byte> transfers<Staging>::bring(link& from, const remote_ke
     if (status != UCS_OK) {
         throw links::lost(from, status, phase::init);
     }
-    return {to, static_cast<std::size_t>(bytes)};
 }
 
 template <class Staging>
 auto transfers<Staging>::prepare(std::span<const run> runs) -> std::unique_ptr<state> {
     make_places();
+    [[maybe_unused]] const auto here = scope_of(staging_);
     auto made = std::make_unique<state>();
     made->by = this;
     made->in = links_;
     made->runs.assign(runs.begin(), runs.end());
-    made->pieces = cut_pieces<memory>(runs, Staging::direct);
+    made->pieces = cut_pieces<memory>(runs, staging_.direct);
     made->registered_by.resize(made->pieces.size());
     for (std::size_t i = 0; i < made->pieces.size();) {
         auto* const begin = made->pieces[i].direct;
@@ -227,7 +212,12 @@ auto transfers<Staging>::prepare(std::span<const run> runs) -> std::unique_ptr<s
             made->registered_by[i] = made->registered.size();
         }
         made->registered.push_back(registration::create(links_->used_context(), begin,
-                                                        static_cast<std::uint64_t>(end - begin)));
+                                                        static_cast<std::uint64_t>(end - begin),
+                                                        destination_type<Staging>));
+    }
+    if constexpr (HasLayouts<Staging>) {
+        made->layout = staging_.template make_layout<memory>(made->pieces, made->runs, places,
+                                                             landing_.data());
     }
     active_.reserve(++prepared_);
     return made;
@@ -245,6 +235,7 @@ void transfers<Staging>::start(state& which, std::uint64_t shift) {
     which.lost = nullptr;
     which.active = !which.pieces.empty();
     if (which.active) {
+        [[maybe_unused]] const auto here = scope_of(staging_);
         active_.push_back(&which);
         auto budget = std::uint64_t{0};
         advance(which, budget);
@@ -290,20 +281,20 @@ bool transfers<Staging>::begin_next(state& which, flight& with) {
     if (wanted.from->of().moving || (wanted.direct == nullptr && free_places_.empty())) {
         return false;
     }
-    auto* to = wanted.direct;
-    const auto* registered = &landing_registered_;
-    if (to == nullptr) {
+    if (wanted.direct == nullptr) {
         with.place = free_places_.back();
         free_places_.pop_back();
-        to = place_at(with.place);
-    } else {
-        registered = &which.registered[which.registered_by[which.next]];
     }
+    const auto to =
+        wanted.direct == nullptr
+            ? landing_place{place_at(with.place), landing_registered_, UCS_MEMORY_TYPE_HOST}
+            : landing_place{wanted.direct, which.registered[which.registered_by[which.next]],
+                            destination_type<Staging>};
     with.piece = which.next++;
     wanted.from->of().moving = true;
-    void* const request = links_->get(wanted.from->of(), wanted.from->key(),
-                                      wanted.from->address() + which.shift + wanted.offset, to,
-                                      wanted.bytes, *registered);
+    void* const request =
+        links_->get(wanted.from->of(), wanted.from->key(),
+                    wanted.from->address() + which.shift + wanted.offset, to, wanted.bytes);
     if (UCS_PTR_IS_PTR(request)) {
         with.at = stage::moving;
         with.request = request;
@@ -329,11 +320,16 @@ bool transfers<Staging>::advance(state& which, std::uint64_t& budget) {
         }
         if (each.at == stage::landed && budget > 0) {
             const auto& landed = which.pieces[each.piece];
-            lay_out<memory>(landed, which.runs, place_at(each.place),
-                            [this](std::byte* to, std::uint64_t step, const std::byte* from,
-                                   std::uint64_t bytes, std::uint64_t count) {
-                                staging_.copy(to, step, from, bytes, count);
-                            });
+            if constexpr (HasLayouts<Staging>) {
+                staging_.template lay<memory>(which.layout, each.piece, landed, which.runs,
+                                              each.place, place_at(each.place));
+            } else {
+                lay_out<memory>(landed, which.runs, place_at(each.place),
+                                [this](std::byte* to, std::uint64_t step, const std::byte* from,
+                                       std::uint64_t bytes, std::uint64_t count) {
+                                    staging_.copy(to, step, from, bytes, count);
+                                });
+            }
             staging_.record(marks_[each.place]);
             budget -= std::min(budget, landed.bytes);
             each.at = stage::laying;
@@ -358,6 +354,7 @@ bool transfers<Staging>::advance(state& which, std::uint64_t& budget) {
 /// One step of all reads that are under way.
 template <class Staging>
 bool transfers<Staging>::drive() {
+    [[maybe_unused]] const auto here = scope_of(staging_);
     bool moved = links_->progress();
     auto budget = laid_at_once;
     for (auto* each : active_) {
@@ -391,6 +388,7 @@ void transfers<Staging>::wait(state& which, deadline until, const std::stop_toke
         const auto& from = which.pieces[std::min(which.finished, which.pieces.size() - 1)].from;
         return error_context{.phase = phase::update, .peer = from->of().peer};
     };
+    [[maybe_unused]] const auto here = scope_of(staging_);
     try {
         while (which.active) {
             const bool moved = drive();
@@ -402,7 +400,8 @@ void transfers<Staging>::wait(state& which, deadline until, const std::stop_toke
             }
             if (moved) {
                 weightwire::detail::check_time(until, stop, where);
-            } else if (!Staging::copies_at_once && is_laying(which)) {
+            } else if (!Staging::copies_at_once && is(stage::laying, which) &&
+                       !is(stage::moving, which)) {
                 // No event of UCX tells of these copies' end.
                 weightwire::detail::check_time(until, stop, where);
                 std::this_thread::sleep_for(std::chrono::microseconds{20});
@@ -419,17 +418,14 @@ void transfers<Staging>::wait(state& which, deadline until, const std::stop_toke
 
 template <class Staging>
 void transfers<Staging>::cancel(state& which) noexcept {
-    const auto moving = [&] {
-        return std::ranges::any_of(which.flights,
-                                   [](const flight& each) { return each.at == stage::moving; });
-    };
+    [[maybe_unused]] const auto here = scope_of(staging_);
     for (const auto& each : which.flights) {
         if (each.at == stage::moving) {
             links_->close(const_cast<link&>(which.pieces[each.piece].from->of()));
         }
     }
     const auto until = deadline::after(links::let_go);
-    while (moving()) {
+    while (is(stage::moving, which)) {
         if (until.expired()) {
             give_up();
             break;
@@ -444,6 +440,12 @@ void transfers<Staging>::cancel(state& which) noexcept {
                 ucp_request_free(each.request);
                 settle(which, each, status);
             }
+        }
+    }
+    if constexpr (HasLayouts<Staging>) {
+        // Of a piece that was begun and then failed there is no mark.
+        if (is(stage::landed, which) || is(stage::laying, which)) {
+            staging_.come_to_rest();
         }
     }
     for (auto& each : which.flights) {

@@ -216,13 +216,19 @@ class registration {
 public:
     registration() noexcept = default;
 
+    /// @param type of the memory; unknown: UCX looks itself.
     /// @throws resource_error, unsupported_error
     [[nodiscard]] static registration create(const context& in, std::byte* data,
-                                             std::uint64_t bytes) {
+                                             std::uint64_t bytes,
+                                             ucs_memory_type_t type = UCS_MEMORY_TYPE_UNKNOWN) {
         ucp_mem_map_params_t wanted{};
         wanted.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
         wanted.address = data;
         wanted.length = static_cast<std::size_t>(bytes);
+        if (type != UCS_MEMORY_TYPE_UNKNOWN) {
+            wanted.field_mask |= UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
+            wanted.memory_type = type;
+        }
         registration made;
         made.context_ = in.native_handle();
         error_context where{.bytes_total = bytes};
