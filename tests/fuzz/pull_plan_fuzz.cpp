@@ -23,6 +23,7 @@
 #include <weightwire/plan/pull_plan.hpp>
 #include <weightwire/plan/pull_routing.hpp>
 #include <weightwire/plan/recorder.hpp>
+#include <weightwire/wire/pull_node_codec.hpp>
 #include <weightwire/wire/pull_plan_codec.hpp>
 
 namespace {
@@ -85,6 +86,22 @@ void route(const problem& p, std::string_view bytes) {
     }
 }
 
+void worker(const problem& p, std::string_view bytes) {
+    const auto made = wire::decode_worker_needs(bytes, p.checkpoint.size());
+    require(made.node.size() <= wire::longest_node_name, "a node has a long name");
+    require(wire::encode(made) == bytes, "what a worker says has two spellings");
+}
+
+void landings(std::string_view bytes) {
+    constexpr std::size_t workers = 300;
+    const auto made = wire::decode_worker_landings(bytes, workers);
+    require(wire::encode(made) == bytes, "a list of landing memories has two spellings");
+    for (const auto& one : made) {
+        require(one.worker >= 0 && one.worker < static_cast<int>(workers),
+                "there is no such worker");
+    }
+}
+
 void part(const problem& p, std::string_view bytes) {
     const auto made = wire::decode_owner_part(bytes, p.checkpoint.size());
     require(wire::encode(made) == bytes, "a part has two spellings");
@@ -123,6 +140,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
             report(p, bytes);
         } else if (kind == 'R') {
             route(p, bytes);
+        } else if (kind == 'W') {
+            worker(p, bytes);
+        } else if (kind == 'L') {
+            landings(bytes);
         } else {
             part(p, bytes);
         }

@@ -33,7 +33,16 @@ struct moe_sizes {
     std::int64_t experts = 8;
     std::int64_t inner = 24;
     std::int64_t vocabulary = 101;
+    /// Every worker rank has attention and vocabulary whole, as with data-parallel attention.
+    bool whole_attention = false;
 
+    /// Ranks among which attention and vocabulary are shared out, and which of them `rank` is.
+    [[nodiscard]] std::int64_t attention_parts(std::int64_t ranks) const {
+        return whole_attention ? 1 : ranks;
+    }
+    [[nodiscard]] std::int64_t attention_part(std::int64_t rank) const {
+        return whole_attention ? 0 : rank;
+    }
     [[nodiscard]] std::string layer(std::int64_t n) const {
         return "model.layers." + std::to_string(n);
     }
@@ -74,24 +83,25 @@ struct moe_sizes {
         const auto add = [&](std::string name, weightwire::shape extents) {
             out.push_back({std::move(name), weightwire::dtype::bf16, std::move(extents)});
         };
-        const auto kv = std::max<std::int64_t>(1, key_value_heads / ranks);
-        add("model.embed_tokens.weight", {vocabulary_rows(ranks), hidden});
+        const auto parts = attention_parts(ranks);
+        const auto kv = std::max<std::int64_t>(1, key_value_heads / parts);
+        add("model.embed_tokens.weight", {vocabulary_rows(parts), hidden});
         for (std::int64_t n = 0; n < layers; ++n) {
             add(layer(n) + ".norm", {hidden});
-            add(layer(n) + ".qkv", {(heads / ranks + 2 * kv) * head, hidden});
-            add(layer(n) + ".o", {hidden, heads * head / ranks});
+            add(layer(n) + ".qkv", {(heads / parts + 2 * kv) * head, hidden});
+            add(layer(n) + ".o", {hidden, heads * head / parts});
             add(layer(n) + ".router", {experts, hidden});
             add(layer(n) + ".experts.gate_up", {experts / ranks, 2 * inner, hidden});
             add(layer(n) + ".experts.down", {experts / ranks, hidden, inner});
         }
         add("model.norm.weight", {hidden});
-        add("lm_head.weight", {vocabulary_rows(ranks), hidden});
+        add("lm_head.weight", {vocabulary_rows(parts), hidden});
         return out;
     }
     /// The loader of worker rank `rank` of `ranks`.
     void load(weightwire::plan::recorder& r, std::int64_t rank, std::int64_t ranks) const {
         namespace loaders = weightwire::plan::loaders;
-        const loaders::shard part{rank, ranks};
+        const loaders::shard part{attention_part(rank), attention_parts(ranks)};
         loaders::vocabulary_parallel(r.source("model.embed_tokens.weight"),
                                      r.destination("model.embed_tokens.weight"), vocabulary, part);
         for (std::int64_t n = 0; n < layers; ++n) {
@@ -112,7 +122,7 @@ struct moe_sizes {
                                                    r.source(expert(n, e) + ".down_proj.weight")};
                 },
                 r.destination(layer(n) + ".experts.gate_up"),
-                r.destination(layer(n) + ".experts.down"), experts, part);
+                r.destination(layer(n) + ".experts.down"), experts, {rank, ranks});
         }
         loaders::replicated(r.source("model.norm.weight"), r.destination("model.norm.weight"));
         loaders::vocabulary_parallel(r.source("lm_head.weight"), r.destination("lm_head.weight"),
@@ -149,6 +159,8 @@ public:
     [[nodiscard]] std::vector<std::byte> expected(const moe_sizes& m, std::string_view name,
                                                   std::int64_t rank, std::int64_t ranks) const {
         std::vector<std::byte> out;
+        const auto parts = m.attention_parts(ranks);
+        const auto part = m.attention_part(rank);
         const auto row_bytes = static_cast<std::size_t>(m.hidden) * 2;
         const auto rows = [&](const std::string& source, std::int64_t begin, std::int64_t count) {
             const auto& from = bytes_.at(source);
@@ -166,8 +178,8 @@ public:
                 whole("model.norm.weight");
                 return out;
             }
-            const auto each = m.vocabulary_rows(ranks);
-            const auto begin = std::min(rank * each, m.vocabulary);
+            const auto each = m.vocabulary_rows(parts);
+            const auto begin = std::min(part * each, m.vocabulary);
             rows(std::string{name}, begin, std::min(each, m.vocabulary - begin));
             out.resize(static_cast<std::size_t>(each) * row_bytes);
             return out;
@@ -180,18 +192,18 @@ public:
         } else if (name.ends_with(".router")) {
             whole(layer + ".mlp.gate.weight");
         } else if (name.ends_with(".qkv")) {
-            const auto query = m.heads / ranks;
-            const auto kv = std::max<std::int64_t>(1, m.key_value_heads / ranks);
-            const auto first = rank * m.key_value_heads / ranks;
-            rows(layer + ".self_attn.q_proj.weight", rank * query * m.head, query * m.head);
+            const auto query = m.heads / parts;
+            const auto kv = std::max<std::int64_t>(1, m.key_value_heads / parts);
+            const auto first = part * m.key_value_heads / parts;
+            rows(layer + ".self_attn.q_proj.weight", part * query * m.head, query * m.head);
             rows(layer + ".self_attn.k_proj.weight", first * m.head, kv * m.head);
             rows(layer + ".self_attn.v_proj.weight", first * m.head, kv * m.head);
         } else if (name.ends_with(".o")) {
             const auto& from = bytes_.at(layer + ".self_attn.o_proj.weight");
-            const auto columns = static_cast<std::size_t>(m.heads * m.head / ranks) * 2;
+            const auto columns = static_cast<std::size_t>(m.heads * m.head / parts) * 2;
             for (std::int64_t row = 0; row < m.hidden; ++row) {
                 const auto at = from.begin() + row * m.heads * m.head * 2 +
-                                rank * static_cast<std::ptrdiff_t>(columns);
+                                part * static_cast<std::ptrdiff_t>(columns);
                 out.insert(out.end(), at, at + static_cast<std::ptrdiff_t>(columns));
             }
         } else if (name.ends_with(".gate_up")) {

@@ -54,14 +54,23 @@ struct setup {
     std::uint64_t chunk_bytes = 8192;
     std::uint64_t staging_bytes = 65536;
     std::string program = "test_worker";
+    std::string backend = "sharded_pull";
+    std::string trainer_node{};  ///< empty: this machine's
+    std::string worker_node{};
+    std::uint64_t landing_bytes = 0;  ///< 0: as many as by default
 };
 
 /// The worker server of rank `rank`.
 inline std::unique_ptr<worker_process> start_worker(const setup& asked, int rank,
                                                     const std::vector<std::string>& more = {}) {
-    std::vector<std::string> arguments{"--backend", "sharded_pull",
+    std::vector<std::string> arguments{"--backend", asked.backend,
                                        "--first",   std::to_string(rank),
-                                       "--hidden",  std::to_string(asked.sizes.hidden)};
+                                       "--hidden",  std::to_string(asked.sizes.hidden),
+                                       "--node",    asked.worker_node,
+                                       "--landing", std::to_string(asked.landing_bytes)};
+    if (asked.sizes.whole_attention) {
+        arguments.insert(arguments.end(), {"--attention", "whole"});
+    }
     arguments.insert(arguments.end(), more.begin(), more.end());
     return std::make_unique<worker_process>(std::move(arguments), asked.program);
 }
@@ -168,7 +177,8 @@ public:
         : shard_{asked.sizes, rank, checkpoint},
           engine_{trainer_init(init_info{.rank = rank,
                                          .chunk_bytes = asked.chunk_bytes,
-                                         .staging_bytes = asked.staging_bytes},
+                                         .staging_bytes = asked.staging_bytes,
+                                         .node = asked.trainer_node},
                                fan_out_sync_client{http_sync_clients(urls)}, shard_,
                                {.init_budget = 20s}, group)} {}
     outcome round(const order& next) {
@@ -332,8 +342,14 @@ inline std::string write_checkpoint(const moe_sizes& sizes,
     return path;
 }
 
-/// Bytes that each worker rank is to read from each trainer rank, planned here once more.
-inline std::vector<std::array<std::uint64_t, trainers>> planned_bytes(const setup& asked) {
+/// Bytes that a worker rank is to read.
+struct planned_reads {
+    std::array<std::uint64_t, trainers> from{};  ///< each trainer rank
+    std::array<std::uint64_t, workers> peers{};  ///< each worker rank of its node
+};
+/// Bytes that each worker rank is to read, planned here once more.
+/// @param node_once what the workers of a node need alike is taken by one of them.
+inline std::vector<planned_reads> planned_bytes(const setup& asked, bool node_once = false) {
     const auto& sizes = asked.sizes;
     const manifest checkpoint{sizes.checkpoint(), "model"};
     const manifest mine{sizes.worker(workers), "model"};
@@ -356,11 +372,12 @@ inline std::vector<std::array<std::uint64_t, trainers>> planned_bytes(const setu
                            }));
         reports.push_back(needs.back().report());
     }
+    const plan::node_id there = asked.trainer_node == asked.worker_node ? 0 : 1;
     const plan::places here{.trainers = std::vector<plan::node_id>(trainers, 0),
-                            .workers = std::vector<plan::node_id>(workers, 0)};
-    const auto routes = plan::route(checkpoint, owners, here, reports);
+                            .workers = std::vector<plan::node_id>(workers, there)};
+    const auto routes = plan::route(checkpoint, owners, here, reports, {.node_once = node_once});
     const auto groups = plan::group_runs(plan::layerwise_groups(checkpoint));
-    std::vector<std::array<std::uint64_t, trainers>> out;
+    std::vector<planned_reads> out;
     for (int w = 0; w < workers; ++w) {
         const auto made =
             plan::plan_worker(checkpoint, groups, owners, needs[static_cast<std::size_t>(w)],
@@ -368,8 +385,12 @@ inline std::vector<std::array<std::uint64_t, trainers>> planned_bytes(const setu
         auto& row = out.emplace_back();
         std::uint64_t sum = 0;
         for (int t = 0; t < trainers; ++t) {
-            row[static_cast<std::size_t>(t)] = made.bytes_from(t);
+            row.from[static_cast<std::size_t>(t)] = made.bytes_from(t);
             sum += made.bytes_from(t);
+        }
+        for (int p = 0; p < workers; ++p) {
+            row.peers[static_cast<std::size_t>(p)] = made.bytes_from_peer(p);
+            sum += made.bytes_from_peer(p);
         }
         REQUIRE(sum == needs[static_cast<std::size_t>(w)].bytes());
     }
@@ -443,13 +464,13 @@ void ten_rounds(const setup& asked) {
         std::array<std::size_t, trainers> owners{};
         for (const auto& line : lines) {
             const auto t = static_cast<std::size_t>(line.trainer);
-            CHECK(line.bytes == planned[static_cast<std::size_t>(w)][t]);
+            CHECK(line.bytes == planned[static_cast<std::size_t>(w)].from[t]);
             CHECK(line.planned == line.bytes);
             rounds = std::max(rounds, ++owners[t]);
         }
         CHECK(rounds == (w == 2 ? 8 : 10));
         for (std::size_t t = 0; t < trainers; ++t) {
-            CHECK(owners[t] == (planned[static_cast<std::size_t>(w)][t] == 0 ? 0 : rounds));
+            CHECK(owners[t] == (planned[static_cast<std::size_t>(w)].from[t] == 0 ? 0 : rounds));
         }
     }
 }

@@ -4,16 +4,19 @@
 // prints. Faults are asked for on the command line:
 //
 //   test_worker --parameters N --elements E [--ranks R] [--mode flip|copy_in|in_place] [--token T]
-//   [--port P] [--backend ipc|cuda_ipc|cuda_ipc_spread|sharded_pull [--first RANK] [--of RANKS]
-//   [--hidden H] [--traffic FILE]]
-//               [--at begin|launch|prepare|copy|commit --do die|stop|throw [--on RANK]
+//   [--port P] [--backend ipc|cuda_ipc|cuda_ipc_spread|sharded_pull|sharded_pull_across
+//   [--first RANK] [--of RANKS] [--hidden H] [--attention whole] [--traffic FILE] [--node NAME]
+//   [--landing BYTES]]
+//               [--at begin|launch|prepare|copy|commit --do die|kill|stop|throw [--on RANK]
 //               [--in SESSION]]
 //
 // `copy` is the middle of a copy_in commit, where the live weights are a mix: the process stops
 // there whatever `--do` says. Spread, each rank has a device of its own. `launch` is of cuda_ipc,
 // over host memory: just before the device would copy. With sharded_pull the model is that of
 // moe_model.hpp, of which this worker has ranks RANK and following, and FILE gets a line a round
-// and trainer rank: bytes read, bytes planned. `read` is of it: when the first layer has come.
+// and trainer rank: bytes read, bytes planned; FILE.node one a round and node peer. `read` is of
+// it: when the first layer has come. `across` is over shared memory that acts as if it crossed
+// machines, and other shared memory within a node.
 //
 // With WEIGHTWIRE_TEST_UCX it is test_ucx_worker, whose sharded_pull reads over UCX.
 
@@ -40,6 +43,7 @@
 #include <weightwire/http/worker_server.hpp>
 #include <weightwire/worker.hpp>
 
+#include "across_fabric.hpp"
 #include "host_cuda_ipc.hpp"
 #include "moe_model.hpp"
 #include "small_model.hpp"
@@ -156,7 +160,9 @@ private:
         if (fault_.what == "die") {
             ::_exit(86);
         }
-        if (fault_.what == "stop") {
+        if (fault_.what == "kill") {
+            ::raise(SIGKILL);
+        } else if (fault_.what == "stop") {
             ::raise(SIGSTOP);
         } else if (place != "commit") {
             throw resource_error{"this rank was told to fail",
@@ -195,7 +201,10 @@ struct options {
     int first = 0;
     int of = 4;
     int hidden = 32;
+    bool whole_attention = false;
     std::string traffic{};
+    std::string node{};
+    std::uint64_t landing = 0;
 };
 
 /// Serves until the test closes the pipe, or dies.
@@ -219,6 +228,37 @@ void serve(const options& asked, Backend backend, const std::vector<param_meta>&
     for (char byte = 0; ::read(STDIN_FILENO, &byte, 1) > 0;) {
     }
     server.stop(deadline::after(std::chrono::seconds{5}));
+}
+
+/// Serves the model of moe_model.hpp.
+template <class Backend>
+void serve_pull(const options& asked) {
+    const tests::moe_sizes model{.hidden = asked.hidden, .whole_attention = asked.whole_attention};
+    Backend backend;
+    backend.loader = [&](plan::recorder& made, const receiver_context& at) {
+        model.load(made, asked.first + at.local_rank, asked.of);
+    };
+    backend.node = asked.node;
+    if (asked.landing != 0) {
+        backend.landing_bytes = asked.landing;
+    }
+    if (!asked.traffic.empty()) {
+        backend.on_traffic = [&](const receiver_context&,
+                                 std::span<const sharded_pull::owner_traffic> all) {
+            std::ofstream file{asked.traffic, std::ios::app};
+            for (const auto& each : all) {
+                file << each.trainer_rank << ' ' << each.bytes << ' ' << each.planned << '\n';
+            }
+        };
+        backend.on_node_traffic = [&](const receiver_context&,
+                                      std::span<const sharded_pull::node_traffic> all) {
+            std::ofstream file{asked.traffic + ".node", std::ios::app};
+            for (const auto& each : all) {
+                file << each.worker_rank << ' ' << each.bytes << ' ' << each.planned << '\n';
+            }
+        };
+    }
+    serve<parameter_table>(asked, backend, model.worker(asked.of));
 }
 
 }  // namespace
@@ -248,8 +288,14 @@ int main(int argc, char** argv) try {
             asked.of = std::stoi(value);
         } else if (key == "--hidden") {
             asked.hidden = std::stoi(value);
+        } else if (key == "--attention") {
+            asked.whole_attention = value == "whole";
         } else if (key == "--traffic") {
             asked.traffic = value;
+        } else if (key == "--node") {
+            asked.node = value;
+        } else if (key == "--landing") {
+            asked.landing = std::stoull(value);
         } else if (key == "--at") {
             asked.wanted.at = value;
         } else if (key == "--do") {
@@ -267,21 +313,9 @@ int main(int argc, char** argv) try {
     if (asked.backend.starts_with("cuda_ipc")) {
         serve<tests::pretended_device_table>(asked, tests::host_cuda_ipc{}, list);
     } else if (asked.backend == "sharded_pull") {
-        const tests::moe_sizes model{.hidden = asked.hidden};
-        pull_backend backend;
-        backend.loader = [&](plan::recorder& made, const receiver_context& at) {
-            model.load(made, asked.first + at.local_rank, asked.of);
-        };
-        if (!asked.traffic.empty()) {
-            backend.on_traffic = [&](const receiver_context&,
-                                     std::span<const sharded_pull::owner_traffic> all) {
-                std::ofstream file{asked.traffic, std::ios::app};
-                for (const auto& each : all) {
-                    file << each.trainer_rank << ' ' << each.bytes << ' ' << each.planned << '\n';
-                }
-            };
-        }
-        serve<parameter_table>(asked, backend, model.worker(asked.of));
+        serve_pull<pull_backend>(asked);
+    } else if (asked.backend == "sharded_pull_across") {
+        serve_pull<sharded_pull::basic_backend<tests::across_fabric>>(asked);
     } else {
         serve<parameter_table>(asked, ipc::backend{}, list);
     }

@@ -174,11 +174,11 @@ TEST_CASE("sharded_pull: a slot is used again only when this very chunk of it wa
     auto socket = owner.agreed();
     owner.desk.begin_round(5, soon());
     CHECK(owner.desk.in_round(1));
-    const auto first = owner.desk.take_slot(1, 2);
-    const auto second = owner.desk.take_slot(1, 2);
+    const auto first = owner.desk.take_slot(0, 2);
+    const auto second = owner.desk.take_slot(0, 2);
     REQUIRE((first && second));
-    CHECK(!owner.desk.take_slot(1, 2));
-    owner.desk.publish(first->index, 0, 0);
+    CHECK(!owner.desk.take_slot(0, 2));
+    owner.desk.publish(*first, 0);
     const auto got = take_published(socket);
     CHECK(got.round == 5);
     CHECK(got.slot == first->index);
@@ -187,14 +187,14 @@ TEST_CASE("sharded_pull: a slot is used again only when this very chunk of it wa
     old.round = 4;  // a free of a round that is over: nothing happens
     say(socket, frame_kind::freed, pull::bytes_of(old));
     say(socket, frame_kind::freed, pull::bytes_of(got));
-    while (owner.desk.holds(1, *first)) {
+    while (owner.desk.holds(0, *first)) {
         owner.desk.await_change(owner.desk.changes(), soon(), {});
     }
-    const auto third = owner.desk.take_slot(1, 2);
+    const auto third = owner.desk.take_slot(0, 2);
     REQUIRE(third);
     CHECK(third->index == first->index);
     CHECK(third->generation != first->generation);
-    owner.desk.publish(third->index, 0, 1);
+    owner.desk.publish(*third, 1);
     CHECK(take_published(socket).generation == third->generation);
 
     SUBCASE("freed before it was published") {
@@ -215,8 +215,8 @@ TEST_CASE("sharded_pull: a slot is used again only when this very chunk of it wa
     while (owner.desk.in_round(1)) {
         owner.desk.await_change(owner.desk.changes(), soon(), {});
     }
-    CHECK(!owner.desk.holds(1, *second));
-    CHECK(!owner.desk.take_slot(1, 2));
+    CHECK(!owner.desk.holds(0, *second));
+    CHECK(!owner.desk.take_slot(0, 2));
 }
 
 TEST_CASE("sharded_pull: only a reader that the owner still counts on is told that it is whole") {
@@ -225,14 +225,13 @@ TEST_CASE("sharded_pull: only a reader that the owner still counts on is told th
     auto two = owner.agreed(2);
     owner.desk.set_peers({1, 1});
     owner.desk.begin_round(1, soon());
-    const std::vector<int> both{1, 2};
     owner.desk.drop(1);  // the second peer, which is worker rank 2
     say(one, frame_kind::taken, pull::bytes_of(pull::round_body{1}));
     say(two, frame_kind::taken, pull::bytes_of(pull::round_body{1}));
     CHECK(pull::await_frame(one, frame_kind::confirmed, soon(), {}, {})
               .as<pull::round_body>()
               .round == 1);
-    while (!owner.desk.all_taken(both)) {
+    while (!owner.desk.all_taken()) {
         owner.desk.await_change(owner.desk.changes(), soon(), {});
     }
     CHECK_THROWS_AS(static_cast<void>(pull::await_frame(two, frame_kind::confirmed,
@@ -256,9 +255,9 @@ TEST_CASE("sharded_pull: a reader that says nothing is let go of after half of t
     auto silent = owner.agreed();
     const auto until = deadline::after(1s);
     owner.desk.begin_round(1, until);
-    const auto slot = owner.desk.take_slot(1, 2);
+    const auto slot = owner.desk.take_slot(0, 2);
     REQUIRE(slot);
-    owner.desk.publish(slot->index, 0, 0);
+    owner.desk.publish(*slot, 0);
     const auto begin = deadline::clock::now();
     while (owner.desk.in_round(1)) {
         owner.desk.await_change(owner.desk.changes(), until, {});

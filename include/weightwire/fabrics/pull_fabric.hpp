@@ -203,6 +203,30 @@ concept HasFabricPacking = requires(
     owner.settle(until, stop);
 };
 
+/// Optional: a type `F::within_node`, for a fabric that crosses machines and reads packed chunks: a
+/// pull fabric of its own by which ranks of one machine read each other's memory. It fills whatever
+/// `F` fills, and `F` fills its arenas. What all ranks of a machine need then enters it once.
+/// Semantics beyond `PullFabric`'s:
+/// - An owner's process reads its own arena as any other process does.
+/// - Memory that a reader has opened stays readable, with its bytes, when its owner was destroyed
+/// or its process has died; no read of it fails for that.
+///
+/// Model: `shm::fabric`, for `ucx::fabric`. Non-model: device memory that goes with its process.
+template <class F>
+concept HasWithinNode =
+    requires { typename F::within_node; } && PullFabric<typename F::within_node> &&
+    F::within_node::capabilities.host_memory &&
+    (F::within_node::capabilities.device_memory || !F::capabilities.device_memory) &&
+    F::capabilities.host_memory && F::capabilities.across_machines && !F::capabilities.in_place;
+
+/// Optional: `owner.remark()` and `reader.remark()`: one line on what the fabric chose by what it
+/// found, and why; the backend's `description()` ends with it. Known once the owner is made, and of
+/// a reader once it is connected.
+template <class Half>
+concept HasFabricRemark = requires(const Half& half) {
+    { half.remark() } -> std::convertible_to<std::string>;
+};
+
 /// One readable line for every member that `F` lacks; call it under your fabric's definition.
 template <class F>
 consteval bool explain_pull_fabric() {

@@ -78,6 +78,16 @@ public:
         }
         return *this;
     }
+    plan_writer& text(std::string_view value) {
+        number(value.size());
+        out_ += value;
+        return *this;
+    }
+    /// Another message, at the end of this one.
+    plan_writer& rest(std::string_view message) {
+        out_ += message;
+        return *this;
+    }
     [[nodiscard]] std::string take() && { return std::move(out_); }
 
 private:
@@ -156,6 +166,24 @@ public:
             value |= std::uint64_t{byte()} << shift;
         }
         return value;
+    }
+    /// A text of at most `most` bytes.
+    [[nodiscard]] std::string text(std::size_t most) {
+        const auto length = count(1);
+        const auto found = bytes_.substr(at_, length);
+        if (length > most) {
+            fail("has a text of " + std::to_string(length) + " bytes where " +
+                 std::to_string(most) + " are the most");
+        }
+        if (std::ranges::any_of(found, [](char c) { return static_cast<unsigned char>(c) < 32; })) {
+            fail("has a text with control characters");
+        }
+        at_ += length;
+        return std::string{found};
+    }
+    /// Another message, which is the rest of this one.
+    [[nodiscard]] std::string_view rest() {
+        return bytes_.substr(std::exchange(at_, bytes_.size()));
     }
     void finish() const {
         if (at_ != bytes_.size()) {

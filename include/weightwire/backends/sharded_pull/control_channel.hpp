@@ -32,17 +32,23 @@ static_assert(std::endian::native == std::endian::little, "frames are little-end
 /// The first field of every frame.
 enum class frame_kind : std::uint32_t {
     // Worker to trainer rank.
-    hello = 1,  ///< `hello_body`: the first frame
-    needs = 2,  ///< to rank 0: machine, then what the rank reads (plan/pull_needs.hpp)
-    part = 3,   ///< to an owner: what the rank reads from it (plan/pull_plan.hpp)
-    freed = 4,  ///< `chunk_body`: the chunk was copied
-    taken = 5,  ///< `round_body`: all of the round's chunks were
+    hello = 1,    ///< `hello_body`: the first frame
+    needs = 2,    ///< to rank 0: node, and what the rank reads (wire/pull_node_codec.hpp)
+    part = 3,     ///< to an owner: what the rank reads from it (plan/pull_plan.hpp)
+    freed = 4,    ///< `chunk_body`: the chunk was copied
+    taken = 5,    ///< `round_body`: all of the round's chunks were
+    landing = 6,  ///< to rank 0: memory in which the rank lands chunks (wire/pull_node_codec.hpp)
+    landed = 7,   ///< `chunk_body`: the chunk lies in the rank's landing memory, for its node
+    waits = 8,    ///< `round_body`: a chunk waits for landing memory that others still read
     // Trainer rank to worker.
     row = 16,        ///< from rank 0: from whom the rank reads what (plan/pull_routing.hpp)
     accepted = 17,   ///< `hash_body`: of the part
     refused = 18,    ///< kind, tensor and text, a line each: the connection ends
     published = 19,  ///< `chunk_body`: the chunk may be copied
     confirmed = 20,  ///< `round_body`: none of the round's chunks was overwritten before `taken`
+    landings = 21,   ///< from rank 0: landing memory of node peers (wire/pull_node_codec.hpp)
+    passed = 22,     ///< `chunk_body`: the chunk may be copied from a node peer's landing memory
+    released = 23,   ///< `chunk_body`: nobody reads it in this rank's landing memory any more
     // Trainer rank 0 to the others.
     dropped = 32,  ///< `drop_body`: a peer takes no part in the round any more
 };
@@ -65,7 +71,7 @@ struct chunk_body {
     std::uint32_t section = 0;  ///< of the part
     std::uint32_t chunk = 0;    ///< of the section
     std::uint32_t slot = 0;     ///< of the arena
-    std::uint32_t reserved = 0;
+    std::uint32_t landing = 0;  ///< slot of landing memory: where it is landed, passed, released
 };
 struct round_body {
     std::uint64_t round = 0;

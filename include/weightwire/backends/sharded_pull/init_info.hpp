@@ -13,6 +13,7 @@
 #include <weightwire/plan/recorder.hpp>
 #include <weightwire/wire/json_reader.hpp>
 #include <weightwire/wire/json_writer.hpp>
+#include <weightwire/wire/pull_node_codec.hpp>
 
 /// @file
 /// What both ends say to choose `sharded_pull`: each worker rank takes only the bytes that it
@@ -29,11 +30,21 @@ using loader_function = std::function<void(plan::recorder&, const receiver_conte
 struct owner_traffic {
     int trainer_rank = 0;
     std::uint64_t bytes = 0;    ///< read, counted as the reads ended
-    std::uint64_t planned = 0;  ///< as the plan says
+    std::uint64_t planned = 0;  ///< as the plan says: less where a node peer fails, for whom it
+                                ///< reads from the trainer rank itself
+};
+/// What a round of a worker rank read in the memory of one worker rank of its node.
+struct node_traffic {
+    int worker_rank = 0;        ///< in the transfer group, from 1
+    std::uint64_t bytes = 0;    ///< read, counted as the reads ended
+    std::uint64_t planned = 0;  ///< as the plan says: more where that one fails
 };
 /// Called at the end of a worker rank's round, on its thread.
 using traffic_function =
     std::function<void(const receiver_context&, std::span<const owner_traffic>)>;
+/// Called after it, where the rank has node peers to read from.
+using node_traffic_function =
+    std::function<void(const receiver_context&, std::span<const node_traffic>)>;
 
 /// The tag, over a fabric. On a worker it carries the loader:
 ///
@@ -47,7 +58,27 @@ struct basic_backend {
     loader_function loader{};
     /// Empty: not called.
     traffic_function on_traffic{};
+    /// Name of the node: ranks with equal names reach each other's shared memory. Empty: the
+    /// machine's boot id. A name of its own keeps a worker from taking and giving within its node.
+    std::string node{};
+    /// Where the trainer has it take bytes for its node (a fabric with `within_node`): memory of
+    /// this rank in which they land and node peers read them. As many chunks as fit are on their
+    /// way at once; at least one is.
+    std::uint64_t landing_bytes = std::uint64_t{128} << 20U;
+    /// Empty: not called.
+    node_traffic_function on_node_traffic{};
 };
+
+/// What is wrong with the name of a node, in words; empty when nothing is.
+[[nodiscard]] constexpr std::string_view fault_of_node(std::string_view name) noexcept {
+    for (const char letter : name) {
+        if (letter < ' ' || letter > '~') {
+            return "node has to be a name of printable ASCII characters";
+        }
+    }
+    return name.size() > wire::longest_node_name ? "node has to be a name of at most 256 characters"
+                                                 : std::string_view{};
+}
 
 /// Bounds of a chunk, the same for a user's value and a peer's.
 inline constexpr std::uint64_t least_chunk_bytes = 4096;
@@ -79,6 +110,9 @@ struct basic_trainer_init_info {
     std::uint64_t staging_bytes = std::uint64_t{256} << 20U;
     /// False: nothing is read in place, everything is staged.
     bool in_place = true;
+    /// Name of the node: workers with the same name are served by ranks of it before others. Empty:
+    /// the machine's boot id.
+    std::string node{};
 
     /// The parameters that travel.
     [[nodiscard]] wire_parameters wire() const {
@@ -106,6 +140,9 @@ template <PullFabric Fabric>
     }
     if (info.staging_bytes < info.chunk_bytes) {
         return "staging_bytes has to be at least chunk_bytes";
+    }
+    if (const auto fault = fault_of_node(info.node); !fault.empty()) {
+        return fault;
     }
     return fault_of_chunk(info.chunk_bytes);
 }

@@ -17,9 +17,11 @@
 #include <utility>
 #include <vector>
 
+#include <weightwire/backends/sharded_pull/chunk_slots.hpp>
+#include <weightwire/backends/sharded_pull/chunk_takers.hpp>
 #include <weightwire/backends/sharded_pull/control_channel.hpp>
 #include <weightwire/backends/sharded_pull/control_server.hpp>
-#include <weightwire/backends/sharded_pull/staging.hpp>
+#include <weightwire/backends/sharded_pull/route_desk.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/failure.hpp>
@@ -27,7 +29,7 @@
 #include <weightwire/plan/ownership.hpp>
 #include <weightwire/plan/pull_accept.hpp>
 #include <weightwire/plan/pull_plan.hpp>
-#include <weightwire/plan/pull_routing.hpp>
+#include <weightwire/wire/pull_node_codec.hpp>
 #include <weightwire/wire/pull_plan_codec.hpp>
 
 /// @file
@@ -46,18 +48,21 @@ struct owner_terms {
     int rank = 0;
     std::uint64_t nonce = 0;
     std::uint64_t slot_bytes = 0;
-    std::size_t slots = 0;  ///< of the arena; 0 where nothing is staged
+    std::size_t slots = 0;   ///< of the arena; 0 where nothing is staged
+    bool node_once = false;  ///< nodes take once what their workers need alike
 };
 
 /// Handles the control connections of one trainer rank, and keeps the slots of its arena. The
 /// server's thread calls the `on_…` members, the thread in `send_weights()` the others.
 ///
-/// A slot is in use from `take_slot` until the reader has freed this very generation of it, or
-/// takes no part in the round any more. A reader whose slots were used again while it may have
-/// read them never hears `confirmed`, so it never commits what it has.
+/// A slot is in use from `take_slot` until each of its readers has freed this very generation of
+/// it, or takes no part in the round any more. A reader whose slots were used again while it may
+/// have read them never hears `confirmed`, so it never commits what it has. The same holds for the
+/// landing memory in which one worker has a chunk for its node: chunk_slots.hpp.
 class owner_desk {
 public:
     using connection = std::shared_ptr<control_connection>;
+    using held_slot = chunk_slots::held_slot;
     using clock = deadline::clock;
 
     /// @throws usage_error group sizes or a chunk size that no plan can have.
@@ -77,11 +82,8 @@ public:
     /// From now on workers' needs are taken, until all `workers` have come.
     void route_for(plan::ownership owners, std::vector<std::string> machines, int workers) {
         const std::lock_guard lock{mutex_};
-        owners_.emplace(std::move(owners));
-        machines_ = std::move(machines);
-        needs_.assign(static_cast<std::size_t>(workers), {});
-        rows_.assign(static_cast<std::size_t>(workers), std::nullopt);
-        routed_ = false;
+        routes_.begin(*terms_.parameters, std::move(owners), std::move(machines),
+                      static_cast<std::size_t>(workers), terms_.node_once);
         route_failure_ = {};
     }
     /// Until every worker rank was told its row.
@@ -89,8 +91,9 @@ public:
     /// routing throws.
     void await_routed(deadline until, const std::stop_token& stop) {
         std::unique_lock lock{mutex_};
-        const bool came = changed_.wait_until(
-            lock, stop, until.when(), [&] { return routed_ || static_cast<bool>(route_failure_); });
+        const bool came = changed_.wait_until(lock, stop, until.when(), [&] {
+            return routes_.routed() || static_cast<bool>(route_failure_);
+        });
         if (route_failure_) {
             route_failure_.raise();
         }
@@ -100,10 +103,8 @@ public:
         if (stop.stop_requested()) {
             throw cancelled_error{"the opening was stopped", at_init()};
         }
-        const auto first = std::ranges::find_if(
-            needs_, [](const worker_needs& each) { return !each.report.has_value(); });
         auto where = at_init();
-        where.rank = static_cast<int>(first - needs_.begin()) + 1;
+        where.rank = static_cast<int>(routes_.first_missing()) + 1;
         throw timeout_error{
             "this worker rank did not say in time what it reads; see that it reaches the trainer "
             "at its control port (trainer_init_info::host)",
@@ -137,19 +138,22 @@ public:
     // A round.
 
     /// Readers that are here and not dropped take part.
-    void begin_round(std::uint64_t round, deadline until) {
+    /// @returns whether `takers` are others than in the round before.
+    bool begin_round(std::uint64_t round, deadline until) {
         const std::lock_guard lock{mutex_};
         round_ = round;
-        for (auto& slot : slots_) {
-            slot = {};
-        }
         const auto now = clock::now();
         until_ = until;
+        in_round_.clear();
         for (auto& [rank, reader] : readers_) {
             reader.in_round = reader.hash.has_value() && !reader.dropped && reader.link != nullptr;
             reader.taken = false;
             reader.heard = now;
+            if (reader.in_round) {
+                in_round_.push_back({rank, reader.part});
+            }
         }
+        const bool other = slots_.begin_round(round, in_round_);
         for (const auto& each : dropped_ahead_) {
             if (each.round == round) {
                 leave_peer(each.peer);
@@ -157,70 +161,38 @@ public:
         }
         std::erase_if(dropped_ahead_,
                       [round](const drop_body& each) { return each.round <= round; });
+        return other;
     }
-    /// `visit(worker rank, part)` for every reader of the round. Parts stay until the next round.
-    template <class Visit>
-    void each_reader(Visit visit) {
-        const std::lock_guard lock{mutex_};
-        for (auto& [rank, reader] : readers_) {
-            if (reader.in_round) {
-                visit(rank, std::shared_ptr<const plan::owner_part>{reader.part});
-            }
-        }
+    /// Whom the round's chunks are packed for; stay until the next round. For the thread that
+    /// begins rounds.
+    [[nodiscard]] const std::vector<chunk_taker>& takers() const noexcept {
+        return slots_.takers();
     }
     [[nodiscard]] bool in_round(int rank) {
         const std::lock_guard lock{mutex_};
         return readers_[rank].in_round;
     }
+    /// Whether a reader of the taker is still in the round.
+    [[nodiscard]] bool has_readers(std::size_t taker) {
+        const std::lock_guard lock{mutex_};
+        return slots_.has_readers(taker);
+    }
 
-    /// A slot that a chunk is packed into.
-    struct held_slot {
-        std::size_t index = 0;
-        std::uint64_t generation = 0;
-    };
-    /// A slot for a reader's next chunk; nothing while it holds `most` already or none is free.
-    [[nodiscard]] std::optional<held_slot> take_slot(int rank, std::size_t most) {
+    /// A slot for a taker's next chunk; nothing while it holds `most` already or none is free.
+    [[nodiscard]] std::optional<held_slot> take_slot(std::size_t taker, std::size_t most) {
         const std::lock_guard lock{mutex_};
-        std::size_t held = 0;
-        std::optional<std::size_t> found;
-        for (std::size_t i = 0; i < slots_.size(); ++i) {
-            held += slots_[i].reader == rank ? 1U : 0U;
-            if (slots_[i].reader == 0 && !found) {
-                found = i;
-            }
-        }
-        if (!found || held >= most || !readers_[rank].in_round) {
-            return std::nullopt;
-        }
-        slots_[*found] = {.reader = rank, .generation = ++generation_};
-        return held_slot{*found, generation_};
+        return slots_.take(taker, most);
     }
-    /// Whether the slot is still that reader's: it is taken away from one that leaves the round,
-    /// and only `take_slot` gives it to another.
-    [[nodiscard]] bool holds(int rank, const held_slot& slot) {
+    /// Whether the slot is still that taker's: it is taken away when all its readers have left the
+    /// round, and only `take_slot` gives it to another.
+    [[nodiscard]] bool holds(std::size_t taker, const held_slot& slot) {
         const std::lock_guard lock{mutex_};
-        return slots_[slot.index].reader == rank &&
-               slots_[slot.index].generation == slot.generation;
+        return slots_.is_held(taker, slot);
     }
-    /// The slot's bytes are there. Does nothing for a reader that is no longer in the round.
-    void publish(std::size_t slot, std::uint32_t section, std::uint32_t chunk) {
+    /// The slot's bytes are there. Does nothing where its readers are no longer in the round.
+    void publish(const held_slot& slot, std::uint32_t chunk) {
         const std::lock_guard lock{mutex_};
-        auto& at = slots_[slot];
-        const auto reader = readers_.find(at.reader);
-        if (at.reader == 0 || reader == readers_.end() || !reader->second.in_round) {
-            return;
-        }
-        reader->second.heard = clock::now();  // what it was silent for before was not its doing
-        // First: the answer may be here before `send` returns.
-        at.published = true;
-        at.section = section;
-        at.chunk = chunk;
-        const chunk_body body{.round = round_,
-                              .generation = at.generation,
-                              .section = section,
-                              .chunk = chunk,
-                              .slot = static_cast<std::uint32_t>(slot)};
-        reader->second.link->send(frame_kind::published, bytes_of(body));
+        slots_.publish(slot, chunk, to_readers{this});
     }
 
     /// Counts what readers do: frees, takings, departures.
@@ -247,12 +219,12 @@ public:
                                 at_update()};
         }
     }
-    /// Whether every one of `ranks` has taken everything or is no longer in the round.
-    [[nodiscard]] bool all_taken(std::span<const int> ranks) {
+    /// Whether every reader of what is staged has taken everything or is no longer in the round.
+    [[nodiscard]] bool all_taken() {
         const std::lock_guard lock{mutex_};
-        return std::ranges::all_of(ranks, [&](int rank) {
-            const auto& reader = readers_[rank];
-            return !reader.in_round || reader.taken;
+        return std::ranges::all_of(readers_, [](const auto& each) {
+            const auto& reader = each.second;
+            return !reader.in_round || reader.taken || !reader.staged();
         });
     }
 
@@ -265,6 +237,8 @@ public:
                 reader.link->refuse(why);
                 reader.link = nullptr;
             }
+        }
+        for (auto& [rank, reader] : readers_) {
             leave(rank, reader);
         }
     }
@@ -294,6 +268,9 @@ public:
             case frame_kind::part: return take_part(from, got.body);
             case frame_kind::freed: return take_free(from, got.as<chunk_body>());
             case frame_kind::taken: return take_taken(from, got.as<round_body>());
+            case frame_kind::landing: return take_landing(from, got.body);
+            case frame_kind::landed: return take_landed(from, got.as<chunk_body>());
+            case frame_kind::waits: return take_waiting(from, got.as<round_body>());
             default: break;
         }
         throw protocol_error{"a worker rank sent a control frame of kind " +
@@ -309,30 +286,21 @@ public:
         if (found != readers_.end() && found->second.link == from) {
             found->second.link = nullptr;
             leave(found->first, found->second);
+            leave_routes(found->first);
         }
     }
 
 private:
     struct reader_state {
         connection link{};
-        std::shared_ptr<const plan::owner_part> part{};
+        std::shared_ptr<const accepted_part> part{};
         std::optional<std::uint64_t> hash{};  ///< of the accepted part
         bool dropped = false;                 ///< by the engine
         bool in_round = false;
         bool taken = false;
-        bool staged = false;        ///< takes chunks from the arena
         clock::time_point heard{};  ///< when it last made progress
-    };
-    struct slot_state {
-        int reader = 0;  ///< 0: free
-        std::uint64_t generation = 0;
-        std::uint32_t section = 0;
-        std::uint32_t chunk = 0;
-        bool published = false;
-    };
-    struct worker_needs {
-        std::string machine{};
-        std::optional<plan::needs_report> report{};
+        /// Whether it takes chunks from the arena.
+        [[nodiscard]] bool staged() const noexcept { return part != nullptr && part->any_staged(); }
     };
 
     [[nodiscard]] static error_context at_init() {
@@ -344,23 +312,44 @@ private:
 
     void take_needs(const connection& from, std::string_view body);
     void take_part(const connection& from, std::string_view body);
-    [[nodiscard]] bool is_staged(const plan::owner_part& part) const;
     void require_slots() const;
+    void take_landing(const connection& from, std::string_view body);
+    void take_landed(const connection& from, const chunk_body& what);
+    void take_waiting(const connection& from, const round_body& what);
+    void leave_routes(int rank) noexcept;
     void take_free(const connection& from, const chunk_body& what);
     void take_taken(const connection& from, const round_body& what);
-    void route_all();
     void set_dropped(std::size_t peer, bool dropped) noexcept;
 
     // With the mutex.
 
     void leave(int rank, reader_state& reader) noexcept {
         reader.in_round = false;
-        for (auto& slot : slots_) {
-            if (slot.reader == rank) {
-                slot = {};
-            }
-        }
+        slots_.leave(rank, to_readers{this});
         note_change();
+    }
+    /// Tells a reader of a chunk: what it was silent for before was not its doing.
+    void say(int rank, frame_kind kind, const chunk_body& what) noexcept {
+        auto& reader = readers_.find(rank)->second;
+        reader.heard = kind == frame_kind::released ? reader.heard : clock::now();
+        if (reader.link != nullptr) {
+            reader.link->send(kind, bytes_of(what));
+        }
+    }
+    struct to_readers {
+        owner_desk* desk;
+        void operator()(int rank, frame_kind kind, const chunk_body& what) const noexcept {
+            desk->say(rank, kind, what);
+        }
+    };
+    /// Tells a worker about its route.
+    [[nodiscard]] auto route_sayer() {
+        return [this](std::size_t worker, frame_kind kind, const std::string& text) {
+            const auto found = readers_.find(static_cast<int>(worker) + 1);
+            if (found != readers_.end() && found->second.link != nullptr) {
+                found->second.link->send(kind, text);
+            }
+        };
     }
     void leave_peer(std::uint64_t peer) noexcept {
         const bool all = peer == drop_body::everybody;
@@ -389,20 +378,22 @@ private:
             }
         }
     }
-    /// Whether it is the reader that has something to do.
+    /// Whether it is the reader that has something to do, and not one that leads it.
     [[nodiscard]] bool waits_for(int rank) const {
-        return (published_all_ && readers_.at(rank).staged) ||
-               std::ranges::any_of(slots_, [&](const slot_state& slot) {
-                   return slot.reader == rank && slot.published;
-               });
+        return slots_.was_given(rank) ||
+               (published_all_ && readers_.at(rank).staged() && !slots_.is_waited_for(rank));
     }
+    /// One whose turn it is, if there is any.
     [[nodiscard]] int first_waiting() const noexcept {
+        int made = 0;
         for (const auto& [rank, reader] : readers_) {
-            if (reader.in_round && !reader.taken && reader.staged) {
+            const bool late = reader.in_round && !reader.taken && reader.staged();
+            if (late && waits_for(rank)) {
                 return rank;
             }
+            made = late && made == 0 ? rank : made;
         }
-        return 0;
+        return made;
     }
     void note_change() noexcept {
         ++changes_;
@@ -427,8 +418,8 @@ private:
     std::condition_variable_any changed_;
     std::uint64_t changes_ = 0;
     std::map<int, reader_state> readers_;  ///< by worker rank, from 1
-    std::vector<slot_state> slots_;
-    std::uint64_t generation_ = 0;
+    std::vector<round_reader> in_round_;   ///< those with which the round began
+    chunk_slots slots_;
     std::uint64_t round_ = 0;
     bool published_all_ = false;
     deadline until_ = deadline::at({});     ///< of the round
@@ -436,11 +427,7 @@ private:
     std::vector<drop_body> dropped_ahead_;  ///< of a round that has not begun here
 
     // Rank 0.
-    std::optional<plan::ownership> owners_;
-    std::vector<std::string> machines_;  ///< of the trainer ranks
-    std::vector<worker_needs> needs_;
-    std::vector<std::optional<plan::worker_route>> rows_;
-    bool routed_ = false;
+    route_desk routes_;
     failure route_failure_{};
 };
 

@@ -3,6 +3,7 @@
 
 #include <poll.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -16,6 +17,8 @@
 
 #include <weightwire/backends/sharded_pull/control_channel.hpp>
 #include <weightwire/backends/sharded_pull/init_info.hpp>
+#include <weightwire/backends/sharded_pull/landing.hpp>
+#include <weightwire/backends/sharded_pull/run_list.hpp>
 #include <weightwire/backends/sharded_pull/staging.hpp>
 #include <weightwire/backends/sharded_pull/transport_message.hpp>
 #include <weightwire/concepts/transport.hpp>
@@ -24,6 +27,8 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
+#include <weightwire/plan/ownership.hpp>
+#include <weightwire/plan/pull_needs.hpp>
 #include <weightwire/plan/pull_plan.hpp>
 
 /// @file
@@ -35,6 +40,10 @@ namespace weightwire::sharded_pull {
 /// exactly that: straight from the trainer's tensors where they lie in memory that is exported, out
 /// of packed chunks where not. Every byte that it needs crosses the fabric once, whatever number of
 /// destinations it has. One thread at a time.
+///
+/// Over a fabric with another one for within a node, what all worker ranks of a node need alike is
+/// shared out among them: each *lands* its share in memory of its own, from where all of them copy.
+/// What one that has failed was to land, the others read from the trainer ranks themselves.
 template <PullFabric Fabric>
 class basic_receiver {
 public:
@@ -83,7 +92,7 @@ public:
 
 private:
     using memory = typename Fabric::memory;
-    using run = remote_run<memory>;
+    using node = typename detail::within_node<Fabric>::type;
 
     /// A trainer rank that the plan names.
     struct owner_link {
@@ -99,6 +108,12 @@ private:
         std::size_t left = 0;    ///< of them, of the round under way
         bool confirmed = false;  ///< of the round under way
     };
+    /// By which way a unit comes.
+    enum class way : unsigned char {
+        own,     ///< this rank reads it from the owner
+        landed,  ///< and lands it for its node peers
+        peer     ///< a node peer lands it; from the owner where that one fails
+    };
     /// A chunk of the plan, or several of a section that are read in place.
     struct unit {
         std::size_t owner = 0;    ///< index in `owners_`
@@ -107,18 +122,23 @@ private:
         std::uint32_t chunk = 0;  ///< the first
         std::uint32_t chunks = 1;
         bool in_place = false;
+        way by = way::own;
+        std::size_t landing = 0;                  ///< landing slot, where it is `landed`
         std::vector<std::size_t> destinations{};  ///< positions that it writes to, each once
     };
     /// Reads for one set of destinations: a sink that flips has two.
     struct read_table {
         std::vector<std::byte*> addresses{};
-        std::vector<typename Fabric::read> reads{};  ///< one a unit
-        std::vector<std::uint64_t> bytes{};          ///< of each
+        std::vector<typename Fabric::read> reads{};     ///< one a unit; to its landing slot
+                                                        ///< where it is `landed`
+        std::vector<typename node::read> node_reads{};  ///< one a unit; out of landing memory
+        std::vector<std::uint64_t> bytes{};             ///< of each
     };
     /// A unit on its way.
     struct active_unit {
         std::size_t index = 0;
         chunk_body published{};
+        bool in_node = false;  ///< out of landing memory
     };
     /// An update under way.
     struct receiving {
@@ -127,9 +147,9 @@ private:
         std::uint64_t round = 0;
         deadline until;
         std::stop_token stop;
-        std::size_t left = 0;        ///< units
-        std::size_t next = 0;        ///< in `order_`, of the units that are read in place
-        std::size_t parameters = 0;  ///< reported
+        std::size_t left = 0;                ///< units
+        std::size_t next = 0;                ///< in `order_`, of the units that are read in place
+        deadline::clock::time_point told{};  ///< when it last said that it waits
     };
 
     /// Units under way at once: enough to keep a wire busy, few enough to report early.
@@ -138,21 +158,39 @@ private:
     /// device wants few large launches.
     static constexpr std::uint64_t in_place_unit_bytes = std::uint64_t{1} << 30U;
 
-    void make_needs(const transport_open& init);
+    /// Between two words that a chunk waits for landing memory.
+    static constexpr std::chrono::milliseconds between_words{100};
+
+    void find_plan(frame_socket& first, const plan::ownership& owners,
+                   const plan::pull_needs& needs, deadline until, const std::stop_token& stop);
+    [[nodiscard]] std::string meet_peers(frame_socket& first, deadline until,
+                                         const std::stop_token& stop);
+    void place_landings();
+    [[nodiscard]] bool lands(const plan::pull_section& section) const {
+        return section.ingester != plan::no_ingester && section.ingester == plan_.worker();
+    }
     [[nodiscard]] frame_socket connect(int rank, deadline until, const std::stop_token& stop) const;
-    void open_owners(const manifest& parameters, deadline until, const std::stop_token& stop);
     void make_units(const manifest& parameters);
     void open_memories(owner_link& link, deadline until, const std::stop_token& stop);
     void agree(owner_link& link, deadline until, const std::stop_token& stop);
     [[nodiscard]] read_table& table_for(update_target& target, deadline until);
     void add_read(const unit& what, read_table& table);
+    template <class Memory, class Place>
+    [[nodiscard]] detail::run_list<Memory> runs_of(const unit& what, const read_table& table,
+                                                   bool sorted, Place place) const;
     void start_units(receiving& at);
     void finish_units(receiving& at);
     void finish(const active_unit& done, receiving& at);
     void listen(receiving& at, std::chrono::milliseconds wait);
     void take_frames(owner_link& link, receiving& at);
     void take_arrived(owner_link& link, receiving& at);
+    [[nodiscard]] unit* unit_of(const owner_link& link, const chunk_body& what);
     void take_published(owner_link& link, const chunk_body& what, receiving& at);
+    void take_passed(owner_link& link, const chunk_body& what, receiving& at);
+    void take_released(owner_link& link, const chunk_body& what, receiving& at);
+    void start_landing(std::size_t index, const chunk_body& what, receiving& at);
+    void finish_landing(const active_unit& done, receiving& at);
+    void tell_waiting(receiving& at);
     [[nodiscard]] error_context awaited(const receiving& at) const;
     void cancel_active() noexcept;
     void await_confirmations(receiving& at);
@@ -169,9 +207,12 @@ private:
     typename Fabric::reader fabric_;
     const manifest* parameters_ = nullptr;
     const manifest* destinations_ = nullptr;
+    std::uint64_t chunk_bytes_ = 0;  ///< most that a chunk may have
     std::uint64_t slot_bytes_ = 0;
     transport_message message_;
     plan::worker_plan plan_;
+    std::optional<node_landing<node>> node_;  ///< where the plan shares something with node peers
+    std::string alone_;                       ///< why it shares nothing, where it might
     std::deque<owner_link> owners_;
     std::vector<unit> units_;
     std::vector<std::size_t> order_;     ///< of the units that are read in place
@@ -179,9 +220,10 @@ private:
     std::list<read_table> tables_;       ///< the one that was used last in front
     std::vector<std::byte*> addresses_;  ///< of the destinations that the sink gives now
     // Of the round under way.
-    std::vector<std::size_t> waiting_;    ///< units that each destination waits for
-    std::vector<owner_traffic> traffic_;  ///< one an owner
-    std::vector<unsigned char> begun_;    ///< one a unit
+    std::vector<std::size_t> waiting_;        ///< units that each destination waits for
+    std::vector<owner_traffic> traffic_;      ///< one an owner
+    std::vector<node_traffic> node_traffic_;  ///< one a node peer
+    std::vector<unsigned char> begun_;        ///< one a unit
     std::vector<active_unit> active_;
     std::vector<pollfd> polled_;
     read_table* active_table_ = nullptr;
@@ -190,4 +232,5 @@ private:
 }  // namespace weightwire::sharded_pull
 
 #include <weightwire/backends/sharded_pull/receiver_impl.hpp>
+#include <weightwire/backends/sharded_pull/receiver_node_impl.hpp>
 #include <weightwire/backends/sharded_pull/receiver_setup_impl.hpp>

@@ -19,43 +19,6 @@
 
 namespace weightwire::sharded_pull {
 
-namespace detail {
-
-/// Appends runs, those at regular steps as one.
-template <class Memory>
-class run_list {
-public:
-    void add(const Memory* from, std::uint64_t offset, std::byte* to, std::uint64_t bytes) {
-        if (!runs_.empty() && follows(runs_.back(), from, offset, to, bytes)) {
-            auto& last = runs_.back();
-            if (last.count == 1) {
-                last.from_step = offset - last.offset;
-                last.to_step = static_cast<std::uint64_t>(to - last.to);
-            }
-            ++last.count;
-            return;
-        }
-        runs_.push_back({.from = from, .offset = offset, .to = to, .bytes = bytes});
-    }
-    [[nodiscard]] std::span<const remote_run<Memory>> runs() const noexcept { return runs_; }
-
-private:
-    [[nodiscard]] static bool follows(const remote_run<Memory>& last, const Memory* from,
-                                      std::uint64_t offset, const std::byte* to,
-                                      std::uint64_t bytes) noexcept {
-        if (last.from != from || last.bytes != bytes || offset <= last.offset || to <= last.to) {
-            return false;
-        }
-        const auto to_step = static_cast<std::uint64_t>(to - last.to);
-        return last.count == 1 || (offset - last.offset == last.count * last.from_step &&
-                                   to_step == last.count * last.to_step);
-    }
-
-    std::vector<remote_run<Memory>> runs_;
-};
-
-}  // namespace detail
-
 template <PullFabric Fabric>
 void basic_receiver<Fabric>::receive(const update_message& message, update_target& target,
                                      deadline until, std::stop_token stop) {
@@ -83,6 +46,12 @@ void basic_receiver<Fabric>::receive(const update_message& message, update_targe
     for (auto& each : traffic_) {
         each.bytes = 0;
     }
+    for (auto& each : node_traffic_) {
+        each.bytes = 0;
+    }
+    if (node_) {
+        node_->begin_round();
+    }
     for (auto& link : owners_) {
         link.left = link.staged;
         link.confirmed = link.staged == 0;
@@ -102,10 +71,14 @@ void basic_receiver<Fabric>::receive(const update_message& message, update_targe
         // Between two pieces of work only a look; without work a short sleep.
         listen(at, std::chrono::milliseconds{active_.empty() ? 10 : 0});
         finish_units(at);
+        tell_waiting(at);
     }
     await_confirmations(at);
     if (chosen_.on_traffic) {
         chosen_.on_traffic(context_, traffic_);
+    }
+    if (chosen_.on_node_traffic && !node_traffic_.empty()) {
+        chosen_.on_node_traffic(context_, node_traffic_);
     }
 }
 
@@ -156,8 +129,9 @@ typename basic_receiver<Fabric>::read_table& basic_receiver<Fabric>::table_for(
         tables_.splice(tables_.begin(), tables_, found);
         return tables_.front();
     }
-    read_table made{.addresses = addresses_, .reads = {}, .bytes = {}};
+    read_table made{.addresses = addresses_, .reads = {}, .node_reads = {}, .bytes = {}};
     made.reads.reserve(units_.size());
+    made.node_reads.reserve(units_.size());
     made.bytes.reserve(units_.size());
     for (const auto& each : units_) {
         add_read(each, made);
@@ -169,32 +143,34 @@ typename basic_receiver<Fabric>::read_table& basic_receiver<Fabric>::table_for(
     return tables_.front();
 }
 
+/// @param sorted by place in the chunk, which a fabric of few large transfers wants.
+/// @param place `place(position, packed)`: the memory where a read begins, and the byte.
 template <PullFabric Fabric>
-void basic_receiver<Fabric>::add_read(const unit& what, read_table& table) {
-    const auto& link = owners_[what.owner];
+template <class Memory, class Place>
+detail::run_list<Memory> basic_receiver<Fabric>::runs_of(const unit& what, const read_table& table,
+                                                         bool sorted, Place place) const {
     const auto& section = plan_.sections()[what.section];
-    detail::run_list<memory> list;
-    std::vector<run> packed_runs;  // of a fabric that reads packed chunks alone
+    detail::run_list<Memory> list;
+    std::vector<remote_run<Memory>> unsorted;
     const auto add_task = [&](std::size_t i, std::uint64_t packed) {
         const auto& task = section.tasks[i];
         const auto item = plan::item_bytes_of((*parameters_)[task.read.source]);
-        const auto* const place = link.place_of[task.read.source];
-        const auto* const from = what.in_place ? link.memory_of[place->memory] : &*link.arena;
-        const auto base = what.in_place ? place->offset : packed;
+        const auto [from, base] = place(task.read.source, packed);
         for (const auto& write : task.writes) {
             auto* const to = table.addresses[write.destination];
             if (to == nullptr) {
                 continue;  // the sink does not want it
             }
-            const auto add = [&](std::uint64_t source, std::uint64_t destination,
-                                 std::uint64_t bytes) {
-                if constexpr (Fabric::capabilities.in_place) {
-                    list.add(from, base + source, to + destination, bytes);
+            const auto add = [&, from = from, base = base](std::uint64_t source,
+                                                           std::uint64_t destination,
+                                                           std::uint64_t bytes) {
+                if (sorted) {
+                    unsorted.push_back({.from = from,
+                                        .offset = base + source,
+                                        .to = to + destination,
+                                        .bytes = bytes});
                 } else {
-                    packed_runs.push_back({.from = from,
-                                           .offset = base + source,
-                                           .to = to + destination,
-                                           .bytes = bytes});
+                    list.add(from, base + source, to + destination, bytes);
                 }
             };
             if (what.in_place) {
@@ -207,16 +183,53 @@ void basic_receiver<Fabric>::add_read(const unit& what, read_table& table) {
     for (auto k = what.chunk; k < what.chunk + what.chunks; ++k) {
         plan::for_each_read(section, section.chunks[k], *parameters_, add_task);
     }
-    // A fabric of few large transfers finds what follows in memory next in the list too.
-    std::ranges::stable_sort(packed_runs, {}, &run::offset);
-    for (const auto& each : packed_runs) {
+    std::ranges::stable_sort(unsorted, {}, &remote_run<Memory>::offset);
+    for (const auto& each : unsorted) {
         list.add(each.from, each.offset, each.to, each.bytes);
     }
+    return list;
+}
+
+template <PullFabric Fabric>
+void basic_receiver<Fabric>::add_read(const unit& what, read_table& table) {
+    const auto& link = owners_[what.owner];
     std::uint64_t bytes = 0;
-    for (const auto& each : list.runs()) {
-        bytes += each.bytes * each.count;
+    const auto count = [&bytes](const auto& list) {
+        bytes = 0;
+        for (const auto& each : list.runs()) {
+            bytes += each.bytes * each.count;
+        }
+    };
+    typename node::read in_node{};
+    const auto* const landed =
+        what.by != way::own ? node_->of(plan_.sections()[what.section].ingester) : nullptr;
+    if (landed != nullptr) {
+        const auto list = runs_of<typename node::memory>(what, table, !node::capabilities.in_place,
+                                                         [&](std::size_t, std::uint64_t packed) {
+                                                             return std::pair{landed, packed};
+                                                         });
+        count(list);
+        in_node = node_->reader().prepare(list.runs());
     }
-    table.reads.push_back(fabric_.prepare(list.runs()));
+    table.node_reads.push_back(std::move(in_node));
+    if (what.by == way::landed) {
+        const auto whole = plan_.sections()[what.section].chunks[what.chunk].bytes;
+        const remote_run<memory> run{.from = &*link.arena,
+                                     .offset = 0,
+                                     .to = node_->data() + what.landing * slot_bytes_,
+                                     .bytes = whole};
+        table.reads.push_back(fabric_.prepare(std::span{&run, 1}));
+    } else {
+        const auto list = runs_of<memory>(
+            what, table, !Fabric::capabilities.in_place,
+            [&](std::size_t position, std::uint64_t packed) {
+                const auto* const place = link.place_of[position];
+                return what.in_place ? std::pair{link.memory_of[place->memory], place->offset}
+                                     : std::pair{&*link.arena, packed};
+            });
+        count(list);
+        table.reads.push_back(fabric_.prepare(list.runs()));
+    }
     table.bytes.push_back(bytes);
 }
 
@@ -226,17 +239,22 @@ void basic_receiver<Fabric>::start_units(receiving& at) {
     while (at.next < order_.size() && active_.size() < most_active) {
         const auto index = order_[at.next++];
         fabric_.start(at.table.reads[index], 0);
-        active_.push_back({.index = index, .published = {}});
+        active_.push_back({.index = index, .published = {}, .in_node = false});
     }
 }
 
 template <PullFabric Fabric>
 void basic_receiver<Fabric>::finish_units(receiving& at) {
     for (std::size_t i = 0; i < active_.size();) {
-        if (fabric_.done(at.table.reads[active_[i].index])) {
-            const auto done = active_[i];
+        const auto done = active_[i];
+        if (done.in_node ? node_->reader().done(at.table.node_reads[done.index])
+                         : fabric_.done(at.table.reads[done.index])) {
             active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
-            finish(done, at);
+            if (units_[done.index].by == way::landed && !done.in_node) {
+                finish_landing(done, at);
+            } else {
+                finish(done, at);
+            }
         } else {
             ++i;
         }
@@ -247,7 +265,13 @@ template <PullFabric Fabric>
 void basic_receiver<Fabric>::finish(const active_unit& done, receiving& at) {
     const auto& what = units_[done.index];
     auto& link = owners_[what.owner];
-    traffic_[what.owner].bytes += at.table.bytes[done.index];
+    if (!done.in_node) {
+        traffic_[what.owner].bytes += at.table.bytes[done.index];
+    } else if (what.by == way::peer) {
+        const auto from = plan_.sections()[what.section].ingester + 1;
+        std::ranges::find(node_traffic_, from, &node_traffic::worker_rank)->bytes +=
+            at.table.bytes[done.index];
+    }
     if (!what.in_place) {
         const auto where = at_phase(phase::update, link.rank);
         send_frame(link.socket, frame_kind::freed, bytes_of(done.published), at.until, at.stop,
@@ -299,6 +323,8 @@ void basic_receiver<Fabric>::take_arrived(owner_link& link, receiving& at) {
         switch (got->kind) {
             case frame_kind::refused: failure_in(got->body, where).raise();
             case frame_kind::published: take_published(link, got->as<chunk_body>(), at); break;
+            case frame_kind::passed: take_passed(link, got->as<chunk_body>(), at); break;
+            case frame_kind::released: take_released(link, got->as<chunk_body>(), at); break;
             case frame_kind::confirmed:
                 link.confirmed = link.confirmed || got->as<round_body>().round == at.round;
                 break;
@@ -311,12 +337,10 @@ void basic_receiver<Fabric>::take_arrived(owner_link& link, receiving& at) {
     }
 }
 
+/// The chunk that an owner names; null where the plan has none such of it.
 template <PullFabric Fabric>
-void basic_receiver<Fabric>::take_published(owner_link& link, const chunk_body& what,
-                                            receiving& at) {
-    if (what.round < at.round) {
-        return;  // of a round that has failed; the owner has begun anew since
-    }
+typename basic_receiver<Fabric>::unit* basic_receiver<Fabric>::unit_of(const owner_link& link,
+                                                                       const chunk_body& what) {
     const auto owner = static_cast<std::size_t>(
         std::ranges::find_if(owners_, [&](const owner_link& each) { return &each == &link; }) -
         owners_.begin());
@@ -324,20 +348,38 @@ void basic_receiver<Fabric>::take_published(owner_link& link, const chunk_body& 
         return each.owner == owner && !each.in_place && each.part_section == what.section &&
                each.chunk == what.chunk;
     });
+    return found == units_.end() ? nullptr : &*found;
+}
+
+template <PullFabric Fabric>
+void basic_receiver<Fabric>::take_published(owner_link& link, const chunk_body& what,
+                                            receiving& at) {
+    if (what.round < at.round) {
+        return;  // of a round that has failed; the owner has begun anew since
+    }
+    const auto* const found = unit_of(link, what);
     const auto where = at_phase(phase::update, link.rank);
-    if (found == units_.end() || what.round != at.round) {
+    if (found == nullptr || what.round != at.round) {
         throw protocol_error{"a trainer rank publishes a chunk that the plan does not have", where};
     }
-    const auto index = static_cast<std::size_t>(found - units_.begin());
+    const auto index = static_cast<std::size_t>(found - units_.data());
+    const bool again = begun_[index] != 0 && found->by == way::peer;
     const auto bytes = plan_.sections()[found->section].chunks[found->chunk].bytes;
     const auto slots = link.arena->size() / slot_bytes_;
-    if (what.slot >= slots || bytes > slot_bytes_ || begun_[index] != 0) {
+    if (what.slot >= slots || bytes > slot_bytes_ || (begun_[index] != 0 && !again)) {
         throw protocol_error{"a trainer rank publishes a chunk twice, or outside of its arena",
                              where};
     }
+    if (again) {
+        return;  // it is read out of the landing memory of a node peer, who has failed since
+    }
     begun_[index] = 1;
+    if (found->by == way::landed) {
+        start_landing(index, what, at);
+        return;
+    }
     fabric_.start(at.table.reads[index], what.slot * slot_bytes_);
-    active_.push_back({.index = index, .published = what});
+    active_.push_back({.index = index, .published = what, .in_node = false});
 }
 
 /// None of the chunks was overwritten before it was copied: else the bytes in place are a mix, of
@@ -357,7 +399,9 @@ void basic_receiver<Fabric>::await_confirmations(receiving& at) {
 template <PullFabric Fabric>
 void basic_receiver<Fabric>::cancel_active() noexcept {
     for (const auto& each : active_) {
-        if (active_table_ != nullptr) {
+        if (active_table_ != nullptr && each.in_node) {
+            node_->reader().cancel(active_table_->node_reads[each.index]);
+        } else if (active_table_ != nullptr) {
             fabric_.cancel(active_table_->reads[each.index]);
         }
     }

@@ -50,6 +50,9 @@ void basic_receiver<Fabric>::open(const transport_open& init, deadline until,
     if (context_.global_rank < 1) {
         throw usage_error{"a worker's rank in the transfer group is 1 or more", context};
     }
+    if (const auto fault = fault_of_node(chosen_.node); !fault.empty()) {
+        throw usage_error{fault, context};
+    }
     parameters_ = init.parameters;
     destinations_ = init.destinations;
     const auto wire = decode_wire_parameters(init.wire_parameters);
@@ -60,6 +63,7 @@ void basic_receiver<Fabric>::open(const transport_open& init, deadline until,
             context};
     }
     constexpr std::uint64_t boundary = 4096;
+    chunk_bytes_ = wire.chunk_bytes;
     slot_bytes_ = (wire.chunk_bytes + boundary - 1) / boundary * boundary;
     message_ = decode_transport_message(init.transport, *init.parameters);
 
@@ -77,14 +81,8 @@ void basic_receiver<Fabric>::open(const transport_open& init, deadline until,
     }
     const plan::ownership owners{*parameters_, std::move(held)};
 
-    // Who gives what, rank 0 says when it knows the needs of all.
     auto first = connect(0, until, stop);
-    const auto said = weightwire::detail::boot_id() + "\n" + wire::encode(needs.report());
-    send_frame(first, frame_kind::needs, said, until, stop, at_phase(phase::init, 0));
-    const auto row = await_frame(first, frame_kind::row, until, stop, at_phase(phase::init, 0));
-    plan_ = plan::plan_worker(*parameters_, message_.group_sizes, owners, needs,
-                              wire::decode_worker_route(row.body, owners),
-                              {.chunk_bytes = wire.chunk_bytes});
+    find_plan(first, owners, needs, until, stop);
     for (const int rank : plan_.owners()) {
         owner_link& link = owners_.emplace_back();
         link.rank = rank;
@@ -139,6 +137,9 @@ void basic_receiver<Fabric>::make_units(const manifest& parameters) {
                     at->in_place);
             };
             made.in_place = in_place(section.chunks[k]);
+            made.by = section.ingester == plan::no_ingester ? way::own
+                      : lands(section)                      ? way::landed
+                                                            : way::peer;
             for (auto bytes = section.chunks[k].bytes;
                  made.in_place && k + 1 < section.chunks.size() &&
                  bytes + section.chunks[k + 1].bytes <= in_place_unit_bytes &&
@@ -181,6 +182,9 @@ void basic_receiver<Fabric>::make_units(const manifest& parameters) {
                 order_.push_back(mine[k]);
             }
         }
+    }
+    if (node_) {
+        place_landings();
     }
     begun_.resize(units_.size());
     for (const auto& link : owners_) {
@@ -259,6 +263,7 @@ void basic_receiver<Fabric>::release() noexcept {
         // Freeing what the device may still use would wait for it: left to the end of the process.
         static_cast<void>(new auto(std::move(tables_)));
         static_cast<void>(new auto(std::move(owners_)));
+        static_cast<void>(new auto(std::move(node_)));
     }
     tables_.clear();
     active_table_ = nullptr;
@@ -268,7 +273,10 @@ void basic_receiver<Fabric>::release() noexcept {
     waiting_.clear();
     begun_.clear();
     traffic_.clear();
+    node_traffic_.clear();
     owners_.clear();
+    node_.reset();
+    alone_.clear();
     plan_ = {};
     message_ = {};
     parameters_ = nullptr;
@@ -281,10 +289,26 @@ std::string basic_receiver<Fabric>::description() const {
     for (const auto& link : owners_) {
         staged += link.staged;
     }
-    return "sharded_pull over " + std::string{std::string_view{Fabric::name}} + ": " +
-           std::to_string(plan_.bytes()) + " bytes a round from " + std::to_string(owners_.size()) +
-           " trainer ranks, " + std::to_string(units_.size() - staged) + " chunks in place and " +
-           std::to_string(staged) + " staged";
+    auto text = "sharded_pull over " + std::string{std::string_view{Fabric::name}} + ": " +
+                std::to_string(plan_.bytes()) + " bytes a round from " +
+                std::to_string(owners_.size()) + " trainer ranks, " +
+                std::to_string(units_.size() - staged) + " chunks in place and " +
+                std::to_string(staged) + " staged";
+    if (node_) {
+        const auto of = [&](way by) {
+            return std::to_string(std::ranges::count(units_, by, &unit::by));
+        };
+        text += "; " + of(way::landed) + " of them land in " + std::to_string(node_->size()) +
+                " bytes of shared memory for the node, " + of(way::peer) +
+                " are read from node peers (" + std::to_string(node_traffic_.size()) + ")";
+    }
+    if (!alone_.empty()) {
+        text += "; nothing is taken once for the node, because of: " + alone_;
+    }
+    if constexpr (HasFabricRemark<typename Fabric::reader>) {
+        text += "; " + std::string{fabric_.remark()};
+    }
+    return text;
 }
 
 }  // namespace weightwire::sharded_pull

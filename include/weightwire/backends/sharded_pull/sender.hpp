@@ -48,7 +48,8 @@ namespace weightwire::sharded_pull {
 /// this half only looks whether it is still where it was. Everything else is packed into the arena
 /// as the source yields it, chunk by chunk and for each reader what it takes; the source goes on
 /// when every reader's share of a tensor has been packed, so it is ahead of the readers by what the
-/// arena holds, and no further.
+/// arena holds, and no further. What the workers of a node take alike is packed once for all of
+/// them, and one of them takes it, where the fabric has another for within a node.
 ///
 /// A thread serves the control connections from init on: a worker comes back whenever it likes.
 template <PullFabric Fabric>
@@ -120,18 +121,13 @@ private:
     /// Whether the fabric's devices pack, and not the processor.
     static constexpr bool packs = HasFabricPacking<typename Fabric::owner>;
 
-    /// One section of one reader that is staged: where it stands in this round.
+    /// What is packed for one taker of the desk: where it stands in this round.
     struct lane {
-        int reader = 0;
+        std::size_t taker = 0;
         std::vector<staged_chunk> chunks{};
         std::size_t chunk = 0;                        ///< under way
         std::size_t read = 0;                         ///< of it, next
         std::optional<owner_desk::held_slot> slot{};  ///< of it, once it has one
-    };
-    /// A reader's lanes, made once a plan.
-    struct reader_lanes {
-        std::shared_ptr<const plan::owner_part> part{};
-        std::vector<lane> lanes{};
     };
 
     void export_places(const sender_context& context, rank_export& made);
@@ -153,10 +149,13 @@ private:
     void await_ready(void* stream, std::size_t position, deadline until,
                      const std::stop_token& stop);
     void pack_all(tensor_stream& stream, deadline until, const std::stop_token& stop);
+    void pack_side_by_side(deadline until, const std::stop_token& stop);
     void pack(std::size_t position, const tensor_view& tensor, tensor_stream* stream,
               deadline until, const std::stop_token& stop);
     [[nodiscard]] bool advance(lane& at, std::size_t position, const tensor_view& tensor,
                                tensor_stream* stream, deadline until, const std::stop_token& stop);
+    void pack_next(lane& at, std::size_t position, const tensor_view& tensor, tensor_stream* stream,
+                   deadline until, const std::stop_token& stop);
     void pack_read(const staged_read& what, std::byte* to, std::size_t position,
                    const tensor_view& tensor, tensor_stream* stream);
     void settle(deadline until, const std::stop_token& stop);
@@ -193,11 +192,10 @@ private:
     std::vector<rank_export> others_;
     std::vector<frame_socket> ranks_;
     std::uint64_t round_ = 0;
-    bool unsettled_ = false;             ///< copies were begun (`HasFabricPacking`)
-    std::map<int, reader_lanes> lanes_;  ///< by worker rank
-    std::vector<int> staged_readers_;    ///< of this round, those with lanes
-    std::size_t most_slots_ = 1;         ///< that one reader may hold
-    std::vector<void*> streams_;         ///< that the source has given work to, of this round
+    bool unsettled_ = false;      ///< copies were begun (`HasFabricPacking`)
+    std::vector<lane> lanes_;     ///< by taker; stay while the takers do
+    std::size_t most_slots_ = 1;  ///< that one taker may hold
+    std::vector<void*> streams_;  ///< that the source has given work to, of this round
 };
 
 }  // namespace weightwire::sharded_pull

@@ -69,7 +69,7 @@ std::string basic_sender<Fabric>::export_memory(const sender_context& context) {
     lanes_.clear();
     owner_.emplace(info_.device);
     rank_export made{
-        .machine = weightwire::detail::boot_id(),
+        .machine = info_.node.empty() ? weightwire::detail::boot_id() : info_.node,
         .fabric_address = owner_->address(),
         .host = info_.host,
         .nonce = (std::uint64_t{std::random_device{}()} << 32U) | std::random_device{}()};
@@ -83,7 +83,8 @@ std::string basic_sender<Fabric>::export_memory(const sender_context& context) {
                       .options = {.chunk_bytes = info_.chunk_bytes},
                       .rank = info_.rank,
                       .nonce = made.nonce,
-                      .slot_bytes = info_.chunk_bytes};
+                      .slot_bytes = info_.chunk_bytes,
+                      .node_once = HasWithinNode<Fabric>};
     for (const auto& place : made.places) {
         terms.in_place[place.position] = 1;
     }
@@ -94,9 +95,10 @@ std::string basic_sender<Fabric>::export_memory(const sender_context& context) {
         terms.slot_bytes = (info_.chunk_bytes + boundary - 1) / boundary * boundary;
         terms.slots = static_cast<std::size_t>(
             std::max<std::uint64_t>(info_.staging_bytes / terms.slot_bytes, 1));
-        // Known where the trainer has one rank; one of several is told by its desk.
-        terms.slots =
-            std::max(terms.slots, static_cast<std::size_t>(std::max(context.world_size - 1, 1)));
+        // Known where the trainer has one rank; one of several is told by its desk. Each worker
+        // may take something for itself and something for its node.
+        const auto workers = static_cast<std::size_t>(std::max(context.world_size - 1, 1));
+        terms.slots = std::max(terms.slots, terms.node_once ? 2 * workers : workers);
         arena_ = owner_->allocate(terms.slots * terms.slot_bytes);
         const auto exported = arena_.exported();
         made.arena = exported_memory{exported.handle, exported.bytes};
@@ -303,8 +305,7 @@ void basic_sender<Fabric>::send(std::uint64_t round, std::size_t part, tensor_st
         begin_lanes(round, until);
         pack_all(stream, until, stop);
         desk_->published_all(true);
-        for (auto seen = desk_->changes(); !desk_->all_taken(staged_readers_);
-             seen = desk_->changes()) {
+        for (auto seen = desk_->changes(); !desk_->all_taken(); seen = desk_->changes()) {
             desk_->await_change(seen, until, stop);
         }
     } catch (...) {
@@ -356,6 +357,11 @@ std::string basic_sender<Fabric>::description() const {
     if (in_place_count_ != held_count_) {
         text += "; the others are staged in " + std::to_string(arena_.size()) +
                 " bytes of exportable memory, because of " + reason_;
+    }
+    if constexpr (HasFabricRemark<typename Fabric::owner>) {
+        if (owner_) {
+            text += "; " + std::string{owner_->remark()};
+        }
     }
     return text;
 }

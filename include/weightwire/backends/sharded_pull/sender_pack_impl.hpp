@@ -21,37 +21,26 @@
 
 namespace weightwire::sharded_pull {
 
-/// Lanes of the readers that are in the round; those of a plan that was seen before are kept.
+/// Lanes of the takers of the round; those of the round before are kept where they are the same.
 template <PullFabric Fabric>
 void basic_sender<Fabric>::begin_lanes(std::uint64_t round, deadline until) {
     desk_->published_all(false);
-    desk_->begin_round(round, until);
-    staged_readers_.clear();
-    desk_->each_reader([&](int rank, std::shared_ptr<const plan::owner_part> part) {
-        auto& mine = lanes_[rank];
-        if (mine.part != part) {
-            mine.part = std::move(part);
-            mine.lanes.clear();
-            for (std::size_t s = 0; s < mine.part->sections.size(); ++s) {
-                lane made{.reader = rank};
-                made.chunks =
-                    staged_chunks_of(*mine.part, s, *parameters_, desk_->terms().in_place);
-                if (!made.chunks.empty()) {
-                    mine.lanes.push_back(std::move(made));
-                }
-            }
+    if (desk_->begin_round(round, until)) {
+        lanes_.clear();
+        for (const auto& taker : desk_->takers()) {
+            lanes_.push_back(
+                {.taker = lanes_.size(),
+                 .chunks = staged_chunks_of(taker.part->part, taker.readers.front().section,
+                                            *parameters_, desk_->terms().in_place)});
         }
-        for (auto& each : mine.lanes) {
-            each.chunk = 0;
-            each.read = 0;
-            each.slot.reset();
-        }
-        if (!mine.lanes.empty()) {
-            staged_readers_.push_back(rank);
-        }
-    });
-    most_slots_ = std::max<std::size_t>(
-        desk_->terms().slots / std::max<std::size_t>(staged_readers_.size(), 1), 1);
+    }
+    for (auto& each : lanes_) {
+        each.chunk = 0;
+        each.read = 0;
+        each.slot.reset();
+    }
+    most_slots_ =
+        std::max<std::size_t>(desk_->terms().slots / std::max<std::size_t>(lanes_.size(), 1), 1);
 }
 
 /// A stable source has been walked already.
@@ -59,9 +48,7 @@ template <PullFabric Fabric>
 void basic_sender<Fabric>::pack_all(tensor_stream& stream, deadline until,
                                     const std::stop_token& stop) {
     if (stable_) {
-        for (std::size_t i = 0; i < tensors_.size() && !staged_readers_.empty(); ++i) {
-            pack(i, tensors_[i], nullptr, until, stop);
-        }
+        pack_side_by_side(until, stop);
         return;
     }
     for (auto position = stream.position(); position != parameters_->size();
@@ -74,8 +61,39 @@ void basic_sender<Fabric>::pack_all(tensor_stream& stream, deadline until,
     }
 }
 
-/// Every reader's share of one tensor. Readers that have no slot are waited for when the others
-/// have theirs.
+/// A chunk of each taker in turn, in whichever order of the tensors: a taker that has no slot holds
+/// up nobody, and all read at once.
+template <PullFabric Fabric>
+void basic_sender<Fabric>::pack_side_by_side(deadline until, const std::stop_token& stop) {
+    for (bool left = true; left;) {
+        const auto seen = desk_->changes();
+        bool packed = false;
+        left = false;
+        for (auto& each : lanes_) {
+            if (each.chunk == each.chunks.size() || !desk_->has_readers(each.taker)) {
+                continue;
+            }
+            left = true;
+            each.slot = desk_->take_slot(each.taker, most_slots_);
+            if (!each.slot) {
+                continue;
+            }
+            auto position = each.chunks[each.chunk].reads.front().read->source;
+            weightwire::detail::check_time(until, stop, [&] { return at_update(position); });
+            while (each.slot) {
+                position = each.chunks[each.chunk].reads[each.read].read->source;
+                pack_next(each, position, tensors_[position], nullptr, until, stop);
+            }
+            packed = true;
+        }
+        if (left && !packed) {
+            desk_->await_change(seen, until, stop);
+        }
+    }
+}
+
+/// Every taker's share of one tensor. Those that have no slot are waited for when the others have
+/// theirs.
 template <PullFabric Fabric>
 void basic_sender<Fabric>::pack(std::size_t position, const tensor_view& tensor,
                                 tensor_stream* stream, deadline until,
@@ -83,10 +101,8 @@ void basic_sender<Fabric>::pack(std::size_t position, const tensor_view& tensor,
     for (;;) {
         const auto seen = desk_->changes();
         bool waits = false;
-        for (const int rank : staged_readers_) {
-            for (auto& each : lanes_[rank].lanes) {
-                waits = !advance(each, position, tensor, stream, until, stop) || waits;
-            }
+        for (auto& each : lanes_) {
+            waits = !advance(each, position, tensor, stream, until, stop) || waits;
         }
         settle(until, stop);  // the source may take the tensor back
         if (!waits) {
@@ -107,25 +123,34 @@ bool basic_sender<Fabric>::advance(lane& at, std::size_t position, const tensor_
             return true;
         }
         if (!at.slot) {
-            at.slot = desk_->take_slot(at.reader, most_slots_);
+            at.slot = desk_->take_slot(at.taker, most_slots_);
             if (!at.slot) {
-                return !desk_->in_round(at.reader);
+                return !desk_->has_readers(at.taker);
             }
-        } else if (!desk_->holds(at.reader, *at.slot)) {
-            return true;  // the reader has left the round
+        } else if (!desk_->holds(at.taker, *at.slot)) {
+            return true;  // its readers have left the round
         }
-        auto* const slot = arena_.data() + at.slot->index * desk_->terms().slot_bytes;
-        const auto& what = chunk.reads[at.read];
-        pack_read(what, slot + what.packed_offset, position, tensor, stream);
-        if (++at.read == chunk.reads.size()) {
-            settle(until, stop);
-            desk_->publish(at.slot->index, chunk.section, chunk.chunk);
-            at.slot.reset();
-            at.read = 0;
-            ++at.chunk;
-        }
+        pack_next(at, position, tensor, stream, until, stop);
     }
     return true;
+}
+
+/// The next read of a lane's chunk, to its slot. After the last one the chunk is published.
+template <PullFabric Fabric>
+void basic_sender<Fabric>::pack_next(lane& at, std::size_t position, const tensor_view& tensor,
+                                     tensor_stream* stream, deadline until,
+                                     const std::stop_token& stop) {
+    const auto& chunk = at.chunks[at.chunk];
+    auto* const slot = arena_.data() + at.slot->index * desk_->terms().slot_bytes;
+    const auto& what = chunk.reads[at.read];
+    pack_read(what, slot + what.packed_offset, position, tensor, stream);
+    if (++at.read == chunk.reads.size()) {
+        settle(until, stop);
+        desk_->publish(*at.slot, chunk.chunk);
+        at.slot.reset();
+        at.read = 0;
+        ++at.chunk;
+    }
 }
 
 template <PullFabric Fabric>

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include <weightwire/fabrics/pull_fabric.hpp>
+#include <weightwire/fabrics/shared_memory_fabric.hpp>
 #include <weightwire/fabrics/ucx/host_staging.hpp>
 #include <weightwire/fabrics/ucx/owner.hpp>
 #include <weightwire/fabrics/ucx/reader.hpp>
@@ -30,12 +31,14 @@ struct basic_fabric {
     using memory = ucx::memory;
     using reader = basic_reader<Staging>;
     using read = typename reader::read;
+    /// What ranks of one machine need alike enters it once, and fans out over its shared memory.
+    using within_node = shm::fabric;
 };
 
 /// Tensors in host memory.
 using fabric = basic_fabric<host_staging>;
 
 static_assert(explain_pull_fabric<fabric>());
-static_assert(HasFabricService<fabric::owner>);
+static_assert(HasFabricService<fabric::owner> && HasWithinNode<fabric>);
 
 }  // namespace weightwire::ucx
