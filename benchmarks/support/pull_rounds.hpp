@@ -53,7 +53,8 @@
 /// - `check{device, checkpoint, regions, landing}`: `wrong(round)`, the elements that are not what
 ///   `fill` makes;
 /// - `copies_seconds(landing)`: of one copy of that much inside the process, 0 where copies beside
-///   the transfer do not matter; `allocations()`: so far, where they are counted.
+///   the transfer do not matter; `threads_a_rank`: that are busy at once for a trainer rank and its
+///   worker rank, 0 likewise; `allocations()`: so far, where they are counted.
 
 namespace benchmarks {
 
@@ -654,12 +655,15 @@ private:
         const bool in_place = Kit::fabric::capabilities.in_place && !wanted_.staged;
         const auto copies = ask<double>(workers_, {.what = command::kind::copy});
         const auto slowest = *std::ranges::max_element(copies);
+        const auto busy = static_cast<unsigned>(wanted_.ranks * Kit::threads_a_rank);
         plan::measured_rates seen{.local_one = rows_[alone].rate(),
                                   .local_all = rows_[Kit::best].rate(),
                                   .latency = 100e-6,
-                                  .shared_cores = Kit::shares_cores};
+                                  .shared_cores = std::thread::hardware_concurrency() < busy};
         if (!in_place && slowest > 0) {
-            seen.pack = seen.scatter = static_cast<double>(kept_bytes_) / slowest;
+            // All copied at once. A trainer rank packs its part; what is read lands in place.
+            const auto together = static_cast<double>(kept_bytes_) / slowest;
+            seen.pack = seen.shared_cores ? together : together / wanted_.ranks;
         }
         sharded_pull::basic_trainer_init_info<typename Kit::fabric> info;
         constexpr std::uint64_t in_place_bytes = std::uint64_t{1} << 30U;  // of one read, at most
