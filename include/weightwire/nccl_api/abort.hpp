@@ -32,10 +32,10 @@ inline constexpr unsigned int most_in_flight = 128;
 
 namespace detail {
 
-/// Aborts `native` on a thread of its own and waits for it, at most `bound`. Returns whether it is
-/// gone; where not, the thread stays in the call, and nothing that the communicator uses may be
-/// freed.
-[[nodiscard]] inline bool abort_within(const library& used, ncclComm_t native,
+/// Aborts `native`, of `device`, on a thread of its own and waits for it, at most `bound`. Returns
+/// whether it is gone; where not, the thread stays in the call, and nothing that the communicator
+/// uses may be freed.
+[[nodiscard]] inline bool abort_within(const library& used, ncclComm_t native, int device,
                                        std::chrono::steady_clock::duration bound) noexcept {
     struct shared {
         std::mutex mutex;
@@ -44,7 +44,10 @@ namespace detail {
     };
     try {
         const auto state = std::make_shared<shared>();
-        std::thread{[state, used, native] {
+        std::thread{[state, used, native, device] {
+            // NCCL makes the thread's former device current again: on device 0 that would cost a
+            // context.
+            static_cast<void>(cudaSetDevice(device));
             static_cast<void>(used.calls().abort(native));
             const std::lock_guard lock{state->mutex};
             state->returned = true;

@@ -21,12 +21,12 @@
 #include <weightwire/gpu/device_buffer.hpp>
 #include <weightwire/gpu/device_guard.hpp>
 #include <weightwire/gpu/event.hpp>
+#include <weightwire/gpu/lost_devices.hpp>
 #include <weightwire/gpu/stream.hpp>
 #include <weightwire/nccl_api/abort.hpp>
 #include <weightwire/nccl_api/element.hpp>
 #include <weightwire/nccl_api/error.hpp>
 #include <weightwire/nccl_api/library.hpp>
-#include <weightwire/gpu/lost_devices.hpp>
 #include <weightwire/nccl_api/nccl.hpp>
 
 /// @file
@@ -356,7 +356,7 @@ inline void communicator::abort() noexcept {
         return;
     }
     const ncclComm_t native = std::exchange(held_->native, nullptr);
-    if (!detail::abort_within(used_, native, abort_bound)) {
+    if (!detail::abort_within(used_, native, held_->device, abort_bound)) {
         lost_ = true;
         gpu::lost_devices::note(held_->device);
         static_cast<void>(held_.release());  // on purpose: see resources

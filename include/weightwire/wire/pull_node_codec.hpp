@@ -82,7 +82,11 @@ inline constexpr std::size_t longest_landing_text = std::size_t{1} << 16U;
 [[nodiscard]] inline std::vector<worker_landing> decode_worker_landings(std::string_view bytes,
                                                                         std::size_t workers) {
     detail::plan_reader in{bytes, 'L', "a list of landing memories"};
-    std::vector<worker_landing> all(in.count(4));
+    const auto count = in.count(4);
+    if (count > workers) {
+        in.fail("names more workers than there are");
+    }
+    std::vector<worker_landing> all(count);
     std::size_t next = 0;
     for (auto& one : all) {
         const auto worker = in.ascending(next, workers);

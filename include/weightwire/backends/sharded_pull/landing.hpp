@@ -63,11 +63,13 @@ public:
     explicit node_landing(int device) : reader_{device} {}
 
     /// Makes the landing memory for `chunks` chunks a round, and opens it as a node peer does.
-    /// @param most_bytes of memory; at least one slot is made, and no more than there are chunks.
+    /// @param most_bytes of memory; but `least` slots are made, and no more than there are chunks.
+    /// @param least one an owner: so a node peer that hangs is let go by all owners at once, and
+    /// not by one after the other.
     /// @throws resource_error there is no memory.
-    void make(int device, std::uint64_t slot_bytes, std::uint64_t most_bytes, std::size_t chunks,
-              int worker, deadline until, const std::stop_token& stop) {
-        const auto slots = std::clamp<std::uint64_t>(most_bytes / slot_bytes, 1, chunks);
+    void make(int device, std::uint64_t slot_bytes, std::uint64_t most_bytes, std::size_t least,
+              std::size_t chunks, int worker, deadline until, const std::stop_token& stop) {
+        const auto slots = std::clamp<std::uint64_t>(most_bytes / slot_bytes, least, chunks);
         owner_.emplace(device);
         arena_ = owner_->allocate(slots * slot_bytes);
         slots_.assign(static_cast<std::size_t>(slots), {});

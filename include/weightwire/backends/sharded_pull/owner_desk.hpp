@@ -50,6 +50,8 @@ struct owner_terms {
     std::uint64_t slot_bytes = 0;
     std::size_t slots = 0;   ///< of the arena; 0 where nothing is staged
     bool node_once = false;  ///< nodes take once what their workers need alike
+    /// A chunk is packed at once: takers wait in turn where slots are few.
+    bool whole_chunks = false;
 };
 
 /// Handles the control connections of one trainer rank, and keeps the slots of its arena. The
@@ -218,6 +220,11 @@ public:
                                     " did not take its chunks in time",
                                 at_update()};
         }
+    }
+    /// Lets go of silent readers, as `await_change` does, and does not wait.
+    void look_after_readers() {
+        const std::lock_guard lock{mutex_};
+        let_go_of_silent();
     }
     /// Whether every reader of what is staged has taken everything or is no longer in the round.
     [[nodiscard]] bool all_taken() {

@@ -86,8 +86,11 @@ inline void owner_desk::take_part(const connection& from, std::string_view body)
     from->send(frame_kind::accepted, bytes_of(hash_body{hash}));
 }
 
-/// Every taker may have a chunk half packed when the source comes to the next tensor.
+/// Every taker may have a chunk half packed when a source that streams comes to the next tensor.
 inline void owner_desk::require_slots() const {
+    if (terms_.whole_chunks) {
+        return;
+    }
     std::vector<const accepted_part*> parts;
     for (const auto& [rank, reader] : readers_) {
         if (reader.staged() && reader.link != nullptr) {

@@ -66,8 +66,10 @@ std::string basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline unt
                                                const std::stop_token& stop) {
     const auto where = at_phase(phase::init, 0);
     std::size_t chunks = 0;
+    std::size_t owners = 0;  // a section each
     for (const auto& section : plan_.sections()) {
         chunks += lands(section) ? section.chunks.size() : 0;
+        owners += lands(section) ? 1U : 0U;
     }
     const auto fault_of_step = [](auto step) -> std::string {
         try {
@@ -84,8 +86,8 @@ std::string basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline unt
     node_.emplace(context_.device);
     if (chunks != 0) {
         auto fault = fault_of_step([&] {
-            node_->make(context_.device, slot_bytes_, chosen_.landing_bytes, chunks, plan_.worker(),
-                        until, stop);
+            node_->make(context_.device, slot_bytes_, chosen_.landing_bytes, owners, chunks,
+                        plan_.worker(), until, stop);
         });
         if (!fault.empty()) {
             return fault;

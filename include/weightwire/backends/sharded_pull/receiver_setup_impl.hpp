@@ -137,9 +137,9 @@ void basic_receiver<Fabric>::make_units(const manifest& parameters) {
                     at->in_place);
             };
             made.in_place = in_place(section.chunks[k]);
-            made.by = section.ingester == plan::no_ingester ? way::own
-                      : lands(section)                      ? way::landed
-                                                            : way::peer;
+            made.by = made.in_place || section.ingester == plan::no_ingester ? way::own
+                      : lands(section)                                       ? way::landed
+                                                                             : way::peer;
             for (auto bytes = section.chunks[k].bytes;
                  made.in_place && k + 1 < section.chunks.size() &&
                  bytes + section.chunks[k + 1].bytes <= in_place_unit_bytes &&

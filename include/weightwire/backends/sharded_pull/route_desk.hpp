@@ -68,7 +68,7 @@ public:
         }
         auto& known = workers_[from];
         const bool same = known.needs && *known.needs == said && !gives(from);
-        known.needs = std::move(said);
+        auto before = std::exchange(known.needs, std::move(said));
         if (!routed_) {
             if (std::ranges::all_of(workers_,
                                     [](const worker& w) { return w.needs.has_value(); })) {
@@ -80,7 +80,12 @@ public:
             return;
         }
         if (!same) {
-            route_alone(from);
+            try {
+                route_alone(from);
+            } catch (...) {
+                known.needs = std::move(before);  // its row is of these
+                throw;
+            }
         }
         known.told = false;
         say(from, frame_kind::row, wire::encode(known.row));

@@ -84,7 +84,8 @@ std::string basic_sender<Fabric>::export_memory(const sender_context& context) {
                       .rank = info_.rank,
                       .nonce = made.nonce,
                       .slot_bytes = info_.chunk_bytes,
-                      .node_once = HasWithinNode<Fabric>};
+                      .node_once = HasWithinNode<Fabric>,
+                      .whole_chunks = stable_};
     for (const auto& place : made.places) {
         terms.in_place[place.position] = 1;
     }

@@ -68,6 +68,7 @@ void basic_sender<Fabric>::pack_side_by_side(deadline until, const std::stop_tok
     for (bool left = true; left;) {
         const auto seen = desk_->changes();
         bool packed = false;
+        bool waits = false;
         left = false;
         for (auto& each : lanes_) {
             if (each.chunk == each.chunks.size() || !desk_->has_readers(each.taker)) {
@@ -76,6 +77,7 @@ void basic_sender<Fabric>::pack_side_by_side(deadline until, const std::stop_tok
             left = true;
             each.slot = desk_->take_slot(each.taker, most_slots_);
             if (!each.slot) {
+                waits = true;
                 continue;
             }
             auto position = each.chunks[each.chunk].reads.front().read->source;
@@ -88,6 +90,8 @@ void basic_sender<Fabric>::pack_side_by_side(deadline until, const std::stop_tok
         }
         if (left && !packed) {
             desk_->await_change(seen, until, stop);
+        } else if (waits) {
+            desk_->look_after_readers();
         }
     }
 }

@@ -351,6 +351,9 @@ inline cuda_pairs::ending cuda_pairs::pair::end() && noexcept {
     try {
         auto over = std::make_shared<std::atomic<bool>>(false);
         std::thread{[ended, over] {
+            // NCCL makes the thread's former device current again: on device 0 that would cost a
+            // context.
+            static_cast<void>(cudaSetDevice(ended->device));
             if (ended->native != nullptr) {
                 static_cast<void>(ended->used.calls().abort(ended->native));
             }

@@ -281,7 +281,7 @@ private:
 /// The inverse, as an error of the same kind in `where`.
 [[nodiscard]] inline failure failure_of(std::string_view refused, error_context where) {
     const auto cut = std::min(refused.find('\n'), refused.size());
-    return {.kind = std::string{refused.substr(0, cut)},
+    return {.kind = cut == 0 ? std::string{"peer"} : std::string{refused.substr(0, cut)},
             .text = std::string{refused.substr(std::min(cut + 1, refused.size()))},
             .context = std::move(where)};
 }

@@ -123,6 +123,11 @@ void pull_server<M>::take_new() {
         return;
     }
     weightwire::detail::set_option(socket.native_handle(), IPPROTO_TCP, TCP_NODELAY, 1);
+    // A machine that is gone says nothing, and its pair would be kept for ever.
+    weightwire::detail::set_option(socket.native_handle(), SOL_SOCKET, SO_KEEPALIVE, 1);
+    weightwire::detail::set_option(socket.native_handle(), IPPROTO_TCP, TCP_KEEPIDLE, 30);
+    weightwire::detail::set_option(socket.native_handle(), IPPROTO_TCP, TCP_KEEPINTVL, 10);
+    weightwire::detail::set_option(socket.native_handle(), IPPROTO_TCP, TCP_KEEPCNT, 6);
     auto made = std::make_unique<reader>();
     made->socket = pair_socket{std::move(socket)};
     made->pieces.reserve(ask_frame::most_pieces);

@@ -97,14 +97,14 @@ public:
                 each, runs, landing,
                 [&](std::byte* to, std::uint64_t step, const std::byte* from, std::uint64_t bytes,
                     std::uint64_t count) {
-                    const bool joined = step == bytes;
-                    const auto length = joined ? bytes * count : bytes;
                     const auto begin = static_cast<std::uint64_t>(from - landing);
-                    ++calls;
-                    shortest = std::min(shortest, length);
-                    for (std::uint64_t i = 0; i < (joined ? 1 : count); ++i) {
+                    // A call for each line: they may be of several tensors, and a call of the
+                    // runtime stays in one allocation.
+                    calls += static_cast<std::size_t>(count);
+                    shortest = std::min(shortest, bytes);
+                    for (std::uint64_t i = 0; i < count; ++i) {
                         moves.push_back(
-                            {.from = begin + i * bytes, .to = to + i * step, .bytes = length});
+                            {.from = begin + i * bytes, .to = to + i * step, .bytes = bytes});
                     }
                 });
             if (calls > most_calls || shortest < call_bytes) {
@@ -130,7 +130,10 @@ public:
             lay_out<Memory>(which, runs, landed,
                             [this](std::byte* to, std::uint64_t step, const std::byte* from,
                                    std::uint64_t bytes, std::uint64_t count) {
-                                machine_.copy_lines(to, step, from, bytes, bytes, count, stream_);
+                                for (std::uint64_t i = 0; i < count; ++i) {
+                                    machine_.copy_lines(to + i * step, bytes, from + i * bytes,
+                                                        bytes, bytes, 1, stream_);
+                                }
                             });
             return;
         }

@@ -357,10 +357,18 @@ bool transfers<Staging>::drive() {
     [[maybe_unused]] const auto here = scope_of(staging_);
     bool moved = links_->progress();
     auto budget = laid_at_once;
-    for (auto* each : active_) {
-        moved = advance(*each, budget) || moved;
+    const auto drop_ended = [this] {
+        std::erase_if(active_, [](const state* each) { return !each->active; });
+    };
+    try {
+        for (auto* each : active_) {
+            moved = advance(*each, budget) || moved;
+        }
+    } catch (...) {
+        drop_ended();
+        throw;
     }
-    std::erase_if(active_, [](const state* each) { return !each->active; });
+    drop_ended();
     return moved;
 }
 
