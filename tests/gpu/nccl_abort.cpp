@@ -223,7 +223,7 @@ void help(int device_rank, tests::channel& parent) {
 /// The survivor's last step: abort, look at stream and device, join again on the same memory.
 void recover(rank_calls& calls, observation& seen, tests::channel& parent) {
     const double before = now();
-    if (nccl_api::detail::abort_within(calls.used, calls.comm, 20s)) {
+    if (nccl_api::detail::abort_within(calls.used, calls.comm, calls.device, 20s)) {
         seen.abort = now() - before;
     }
     seen.stream = static_cast<int>(cudaStreamQuery(calls.stream.native_handle()));

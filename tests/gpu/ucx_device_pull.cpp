@@ -62,7 +62,7 @@ struct ucx_device_kit {
     static constexpr std::array<std::string_view, 4> uniform_names{
         "one read, device", "one read, host", "pinned to device", "device to pinned"};
     static constexpr std::size_t best = 0;
-    static constexpr bool shares_cores = false;
+    static constexpr int threads_a_rank = 0;
     static constexpr std::uint64_t not_counted = ~std::uint64_t{0};
     /// Pinned memory of a process for the rows in one piece.
     static constexpr std::uint64_t most_bytes = std::uint64_t{256} << 20U;

@@ -247,7 +247,7 @@ TEST_CASE("a device whose communicator was lost stays marked, and no other is") 
 
 TEST_CASE("an abort that does not return is given up after its bound") {
     const auto used = library::open(beside("libfake_nccl_a.so"));
-    CHECK_FALSE(nccl_api::detail::abort_within(used, nullptr, std::chrono::milliseconds{50}));
+    CHECK_FALSE(nccl_api::detail::abort_within(used, nullptr, 0, std::chrono::milliseconds{50}));
 }
 
 TEST_CASE("each element type has NCCL's number, a size and a word; other dtypes have none") {
