@@ -30,8 +30,8 @@ FUZZ_SECONDS = 10
 PARTS = {"unit_threads": 4, "fault": 4}  # suites that run in so many processes
 PROGRAMS = ["-Dexamples=enabled", "-Dbenchmarks=enabled"]
 NO_PROGRAMS = ["-Dexamples=disabled", "-Dbenchmarks=disabled"]
-# Suites that the thread sanitizer sees. Not those of killed and stopped processes: they repeat the same threads in eight
-# processes, which takes minutes.
+# Suites that the thread sanitizer sees. Not those of killed and stopped processes: they repeat the same threads in
+# eight processes, which takes minutes.
 THREADED = ("unit_threads", "integration")
 # Suites that g++ builds where clang builds all with its sanitizers; alone it builds all. It takes twice clang's time.
 WITH_BOTH = ("unit", "protocol", "integration")
@@ -298,7 +298,8 @@ def programs_with_clang(clang, jobs, programs):
     if configure(build, environment, ["-Doptimization=0", "-Dtests=enabled", "-Dfuzz=disabled", *programs]):
         targets = introspect(build, "targets")
         wanted = [str(pathlib.Path(name).relative_to(build)) for target in targets for name in target["filename"]]
-        wanted = [name for name in wanted if re.match(r"examples/|benchmarks/|tests/(gpu|test_store|.*libstatic)", name)]
+        wanted = [name for name in wanted
+                  if re.match(r"examples/|benchmarks/|tests/(gpu|test_store|.*libstatic)", name)]
         wanted += [target["name"] for target in targets if target["name"] == "test_programs"]
         build_all("examples and benchmarks", build, jobs, wanted)
         count_static("clang", build)
@@ -320,15 +321,13 @@ def sanitizer_launcher(clang, sanitizer, folder):
     return None, "an empty program with it does not run here"
 
 
-def with_clang(clang, label, sanitizer, jobs, tests, suites=None, fuzz=False):
-    """Builds with `sanitizer`; `tests` is called with what runs the suites, all or those named, and with `fuzz` the
-    fuzz targets also. Returns whether programs with it run here."""
-    heading(f"clang with {label}: build")
+def configured_with(clang, label, sanitizer, fuzz=False):
+    """(build folder, how to start its programs) of a build with `sanitizer`; None where there is none."""
     with tempfile.TemporaryDirectory() as folder:
         launcher, why = sanitizer_launcher(clang, sanitizer, pathlib.Path(folder))
     if launcher is None:
         totals.skipping(f"everything with {label}", why)
-        return False
+        return None
     build = BUILDS / label.lower().replace("+", "-")
     environment = {"CC": "clang", "CXX": f"ccache {clang}" if shutil.which("ccache") else clang}
     # Not optimized: with sanitizers that takes a third of the time to compile, and most tests wait, not compute. No
@@ -337,7 +336,13 @@ def with_clang(clang, label, sanitizer, jobs, tests, suites=None, fuzz=False):
                *NO_PROGRAMS, "-Dfuzz=auto" if fuzz else "-Dfuzz=disabled"]
     if not configure(build, environment, options):
         totals.failing(f"configuration [{label}]")
-        return True
+        return None
+    return build, launcher
+
+
+def with_clang(label, build, launcher, jobs, tests, suites=None, fuzz=False):
+    """Builds; `tests` is called with what runs the suites, all or those named, and with `fuzz` the fuzz targets."""
+    heading(f"clang with {label}: build")
     executables = chosen_suites(build, suites)
     build_all(label, build, jobs, [] if suites is None else targets_of(build, suites))
     environment = {
@@ -354,7 +359,24 @@ def with_clang(clang, label, sanitizer, jobs, tests, suites=None, fuzz=False):
             run_fuzz_targets(build, launcher, environment)
 
     tests(run_suites)
-    return True
+
+
+def with_sanitizers(clang, jobs, tests):
+    """Returns whether every suite was built by clang."""
+    threads = configured_with(clang, "TSan", "thread")
+    addresses = configured_with(clang, "ASan+UBSan", "address,undefined", fuzz=True)
+    # Of a build all waits for its precompiled header. So both are made at once; what fails of the second, its build
+    # tells.
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        made = beside.submit(run, ["ninja", "-C", addresses[0], "-j", "1", "tests/joined.pch", "tests/joined.o"], 900,
+                             yielding=True) if addresses else None
+        if threads:  # whose tests take longest
+            with_clang("TSan", *threads, jobs, tests, suites=THREADED)
+        if made:
+            made.result()
+    if addresses:
+        with_clang("ASan+UBSan", *addresses, jobs, tests, fuzz=True)
+    return bool(addresses)
 
 
 def run_fuzz_targets(build, launcher, environment):
@@ -519,15 +541,13 @@ def compile_and_check(arguments, tests, fetcher):
         totals.failing("g++", "there is no g++ of 12 or newer")
     compilers = (["g++"] if have_gcc else []) + ([clang] if sanitizers else [])
     each = [part for compiler in compilers for part in ("--compiler", compiler)]
-    seen = False
+    seen = False  # all suites, by clang
     if arguments.quick:
         totals.skipping("clang and its sanitizers, fuzz targets, install tests", "--quick")
     elif not clang:
         totals.skipping("clang and its sanitizers, fuzz targets", "there is no clang of 16 or newer")
     else:
-        # The thread sanitizer's tests take longest.
-        with_clang(clang, "TSan", "thread", jobs, tests, suites=THREADED)
-        seen = with_clang(clang, "ASan+UBSan", "address,undefined", jobs, tests, fuzz=True)
+        seen = with_sanitizers(clang, jobs, tests)
     if have_gcc:
         with_gcc(jobs, NO_PROGRAMS if sanitizers else PROGRAMS, tests, suites=WITH_BOTH if seen else None)
     if sanitizers:
