@@ -272,22 +272,26 @@ void pull_exchange<M>::listen(link& on) {
         return;
     }
     const bool open = on.socket.fill();
-    error_context where{.phase = on.at == link::stage::rest ? phase::init : phase::update,
-                        .peer = on.peer,
-                        .backend = "nccl"};
     try {
-        if (const auto got = on.socket.next()) {
-            auto why = failure_of(got->body, where);
-            if (got->kind != pair_frame_kind::refused) {
-                why = {.kind = "protocol", .text = "a trainer rank sends an unknown frame"};
-                why.context = std::move(where);
-            }
-            fail(on, std::move(why));
-        } else if (!open) {
+        const auto got = on.socket.next();
+        if (!got && open) {
+            return;
+        }
+        error_context where{.phase = on.at == link::stage::rest ? phase::init : phase::update,
+                            .peer = on.peer,
+                            .backend = "nccl"};
+        if (!got) {
             fail(on, {.kind = "peer",
                       .text = "the trainer rank is gone, or has given this worker up",
                       .context = std::move(where)});
+            return;
         }
+        auto why = failure_of(got->body, where);
+        if (got->kind != pair_frame_kind::refused) {
+            why = {.kind = "protocol", .text = "a trainer rank sends an unknown frame"};
+            why.context = std::move(where);
+        }
+        fail(on, std::move(why));
     } catch (const error& odd) {
         fail(on, failure::from(odd));
     }
