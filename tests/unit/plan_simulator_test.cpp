@@ -568,7 +568,7 @@ TEST_CASE("Qwen3-235B: published ways come out in their order, and ours near the
     CHECK(whole.floor(links, false).seconds() == Approx(0.88).epsilon(0.02));  // as published
     CHECK(whole.floor(links, true).seconds() == Approx(0.61).epsilon(0.02));
 
-    const models::pull_problem problem{few_layers(models::qwen3_235b_a22b, 20), where};
+    const models::pull_problem problem{few_layers(models::qwen3_235b_a22b, 8), where};
     const auto v1 =
         seconds_of(problem, {.gather_everything = true, .overlap = false, .node_once = false});
     const auto v2 =
@@ -599,7 +599,7 @@ TEST_CASE("Kimi K2: stages in turn cost the published 5 s, and ours is near the 
     CHECK(alone.seconds() / more == Approx(1.25).epsilon(0.03));
     CHECK(whole.floor_in_turn(links) / more == Approx(5).epsilon(0.03));
 
-    const models::pull_problem problem{few_layers(models::kimi_k2, 16), where};
+    const models::pull_problem problem{few_layers(models::kimi_k2, 8), where};
     const auto v3 = seconds_of(problem, {.stages_in_turn = true, .node_once = false});
     CHECK(v3 >= problem.floor_in_turn(links));
     CHECK(v3 == Approx(problem.floor_in_turn(links)).epsilon(0.1));
