@@ -466,15 +466,20 @@ private:
 
 static_assert(weightwire::nccl::PairMachinery<host_pairs>);
 
-/// The fabric over it. Few peers, and short times, so that tests see their ends.
-using host_pull_fabric =
-    weightwire::nccl::basic_pull_fabric<host_pairs, weightwire::nccl::pull_options{
-                                                        .most_peers = 6,
-                                                        .landing_bytes = std::uint64_t{4} << 20U,
-                                                        .linger_milliseconds = 50,
-                                                        .join_seconds = 3,
-                                                        .send_seconds = 2,
-                                                        .abort_milliseconds = 1'000}>;
+/// Few peers, and short times, so that tests see their ends.
+struct short_times : weightwire::nccl::pull_options {
+    short_times() {
+        most_peers = 6;
+        landing_bytes = std::uint64_t{4} << 20U;
+        linger = std::chrono::milliseconds{50};
+        join_time = std::chrono::seconds{3};
+        send_time = std::chrono::seconds{2};
+        abort_time = std::chrono::seconds{1};
+    }
+};
+
+/// The fabric over it.
+using host_pull_fabric = weightwire::nccl::basic_pull_fabric<host_pairs, short_times>;
 static_assert(weightwire::explain_pull_fabric<host_pull_fabric>());
 static_assert(weightwire::HasFabricPacking<host_pull_fabric::owner>);
 static_assert(weightwire::HasFabricReadiness<host_pull_fabric::owner>);

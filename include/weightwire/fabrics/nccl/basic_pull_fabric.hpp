@@ -15,7 +15,7 @@
 namespace weightwire::nccl {
 
 /// Models `PullFabric` over a machinery. Options are of the type: both sides are built with one.
-template <PairMachinery M, pull_options Options = pull_options{}>
+template <PairMachinery M, PullOptions Options = pull_options>
 struct basic_pull_fabric {
     static constexpr std::string_view name = "nccl";
     static constexpr fabric_capabilities capabilities{

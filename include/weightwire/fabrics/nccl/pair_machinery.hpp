@@ -111,8 +111,16 @@ concept HasPairIdentity =
 template <class M>
 concept PairMachinery = HasPairIdentity<M> && HasPairMemory<M> && HasPairCopies<M> && HasPairs<M>;
 
-/// Choices of a fabric, the same on both sides. Times in units of their names, so that a value of
-/// this type may be a template's argument.
+/// Choices of a fabric, the same on both sides. A fabric takes them as a type, of which it uses a
+/// default value; other choices are a type derived from this one:
+///
+///     struct few_peers : nccl::pull_options {
+///         few_peers() { most_peers = 8; }
+///     };
+///     using fabric = nccl::basic_pull_fabric<nccl::cuda_pairs, few_peers>;
+///
+/// (A value as the template's argument would be shorter. nvcc 13.0 does not compile what names
+/// such a type.)
 struct pull_options {
     /// Most channels of a communicator, each a block of the device's and some megabytes of its
     /// memory: NCCL's `maxCTAs`, with `minCTAs` 1. A power of two, to which NCCL would round it.
@@ -124,20 +132,16 @@ struct pull_options {
     /// Device memory of a reader where chunks land before they are laid out; at least two chunks.
     std::uint64_t landing_bytes = std::uint64_t{128} << 20U;
     /// How long an exchange waits for its last pairs before the next begins beside them.
-    std::int64_t linger_milliseconds = 100;
+    std::chrono::milliseconds linger{100};
     /// How long an owner gives a reader to join and to try the pair.
-    std::int64_t join_seconds = 60;
+    std::chrono::milliseconds join_time{60'000};
     /// How long an owner waits for a transfer to end, and more by its size.
-    std::int64_t send_seconds = 30;
+    std::chrono::milliseconds send_time{30'000};
     /// How long an abort may take before the pair is given up with all it holds.
-    std::int64_t abort_milliseconds = 10'000;
-
-    [[nodiscard]] constexpr std::chrono::milliseconds linger() const noexcept {
-        return std::chrono::milliseconds{linger_milliseconds};
-    }
-    [[nodiscard]] constexpr std::chrono::milliseconds abort_time() const noexcept {
-        return std::chrono::milliseconds{abort_milliseconds};
-    }
+    std::chrono::milliseconds abort_time{10'000};
 };
+
+template <class T>
+concept PullOptions = std::derived_from<T, pull_options> && std::default_initializable<T>;
 
 }  // namespace weightwire::nccl

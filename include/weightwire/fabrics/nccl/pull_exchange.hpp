@@ -148,7 +148,7 @@ public:
           options_{options},
           copies_{machine_.make_stream()},
           mark_{machine_.make_event()},
-          ended_{device, options.abort_time()} {}
+          ended_{device, options.abort_time} {}
     pull_exchange(const pull_exchange&) = delete;
     pull_exchange& operator=(const pull_exchange&) = delete;
 

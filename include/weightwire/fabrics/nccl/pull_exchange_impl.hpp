@@ -228,7 +228,7 @@ bool pull_exchange<M>::drive() {
     }
     sweep();
     if (!waiting_.empty() &&
-        (flight_.empty() || std::chrono::steady_clock::now() - began_ > options_.linger())) {
+        (flight_.empty() || std::chrono::steady_clock::now() - began_ > options_.linger)) {
         begin_exchange();
     }
     return moved;

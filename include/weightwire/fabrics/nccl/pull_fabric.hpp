@@ -16,7 +16,7 @@
 
 namespace weightwire::nccl {
 
-/// With the options as they are. `basic_pull_fabric<cuda_pairs, pull_options{...}>` is with others.
+/// With the options as they are; `pull_options` tells how to have others.
 using pull_fabric = basic_pull_fabric<cuda_pairs>;
 
 static_assert(explain_pull_fabric<pull_fabric>());

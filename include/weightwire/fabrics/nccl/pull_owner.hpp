@@ -56,7 +56,7 @@ private:
 /// Who knows the address may read the arenas, and NCCL encrypts nothing: use a network that you
 /// trust. NCCL_SOCKET_IFNAME says in which networks readers reach this process, as it does for
 /// NCCL.
-template <PairMachinery M, pull_options Options>
+template <PairMachinery M, PullOptions Options>
 class pull_owner {
 public:
     using arena = pull_arena<M>;
@@ -76,7 +76,7 @@ public:
         const auto* const from = reinterpret_cast<const std::byte*>(words.data());
         machine_.copy_lines(trial.data(), from, trial_bytes, 1, trial_bytes, copies_);
         settle(deadline::after(std::chrono::seconds{30}), {});
-        server_ = std::make_unique<pull_server<M>>(device, Options, id_, arenas_);
+        server_ = std::make_unique<pull_server<M>>(device, Options{}, id_, arenas_);
         const char* const wanted = std::getenv("NCCL_SOCKET_IFNAME");
         auto hosts = interface_addresses(wanted != nullptr ? wanted : "");
         hosts.resize(std::min(hosts.size(), pair_detail::most_hosts));
@@ -88,7 +88,7 @@ public:
     }
     pull_owner(const pull_owner&) = delete;
     pull_owner& operator=(const pull_owner&) = delete;
-    /// Waits for the aborts of its pairs, at most `pull_options::abort_milliseconds`; what does not
+    /// Waits for the aborts of its pairs, at most `pull_options::abort_time`; what does not
     /// end is left behind with the arenas.
     ~pull_owner() {
         if (server_ != nullptr && !server_->end()) {

@@ -68,7 +68,7 @@ private:
 /// Reads packed chunks: each lands in a place on the device as one or a few NCCL receives, and one
 /// kernel lays it out. `pull_exchange` says in which order. What is given up while its transfer is
 /// under way costs the connection: connect again.
-template <PairMachinery M, pull_options Options>
+template <PairMachinery M, PullOptions Options>
 class pull_reader {
 public:
     using connection = pull_connection<M>;
@@ -101,10 +101,10 @@ public:
 
     /// @throws unsupported_error there is no such device, or no libnccl. @throws resource_error
     explicit pull_reader(int device = 0)
-        : exchange_{std::make_shared<pull_exchange<M>>(device, Options)} {}
+        : exchange_{std::make_shared<pull_exchange<M>>(device, Options{})} {}
     pull_reader(const pull_reader&) = delete;
     pull_reader& operator=(const pull_reader&) = delete;
-    /// Waits for the aborts of its pairs, at most `pull_options::abort_milliseconds`; what does not
+    /// Waits for the aborts of its pairs, at most `pull_options::abort_time`; what does not
     /// end is left behind.
     ~pull_reader() {
         if (!exchange_->end()) {

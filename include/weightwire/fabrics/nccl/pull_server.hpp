@@ -87,7 +87,7 @@ public:
           id_{id},
           arenas_{std::move(arenas)},
           machine_{device},
-          ended_{device, options.abort_time()},
+          ended_{device, options.abort_time},
           wake_{weightwire::detail::descriptor::from_native(
               ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))} {
         listen();
@@ -97,7 +97,7 @@ public:
     pull_server& operator=(const pull_server&) = delete;
     ~pull_server() { static_cast<void>(end()); }
 
-    /// Ends all pairs, and waits for their aborts, at most `pull_options::abort_milliseconds`.
+    /// Ends all pairs, and waits for their aborts, at most `pull_options::abort_time`.
     /// False: one did not end, and all of this has to be left behind.
     [[nodiscard]] bool end() noexcept {
         if (thread_.joinable()) {

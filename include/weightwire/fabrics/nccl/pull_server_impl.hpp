@@ -224,7 +224,7 @@ void pull_server<M>::greet(reader& from, const hello_frame& hello) {
     const auto id = machine_.make_unique_id();
     from.pair = machine_.begin(id, pair_end::owner, options_.channels);
     from.at = stage::joining;
-    from.patience = deadline::after(std::chrono::seconds{options_.join_seconds});
+    from.patience = deadline::after(options_.join_time);
     ++count_;
     from.socket.queue_value(pair_frame_kind::welcome, id);
     static_cast<void>(from.socket.flush());
@@ -264,7 +264,7 @@ void pull_server<M>::begin_exchange() {
     auto under_way = static_cast<std::size_t>(
         std::ranges::count_if(readers_, [](const auto& each) { return each->in_flight(); }));
     const auto now = std::chrono::steady_clock::now();
-    if (under_way != 0 && now - began_ <= options_.linger()) {
+    if (under_way != 0 && now - began_ <= options_.linger) {
         return;
     }
     for (const auto& each : readers_) {
@@ -292,7 +292,7 @@ void pull_server<M>::post(reader& of) {
     try {
         of.pair.post(of.pieces, pair_end::owner);
         of.at = stage::posting;
-        of.patience = deadline::after(std::chrono::seconds{options_.send_seconds} + by_size);
+        of.patience = deadline::after(options_.send_time + by_size);
     } catch (const error& caught) {
         refuse(of, failure::from(caught));
     }
