@@ -18,8 +18,8 @@ struct pull_options {
     bool kill = false;  ///< rounds in which a worker dies, in place of those that are timed
 };
 
-/// `[--layers N] [--rounds N] [--chunk MiB] [--ranks 4|2|1] [--staged] [--kill]`, and a program's
-/// `own`.
+/// `[--layers N] [--rounds N] [--chunk MiB] [--ranks 4|2|1] [--staged] [--apart] [--kill]`, and a
+/// program's `own`.
 /// @returns whether all words mean something; the first that does not has gone to stderr.
 [[nodiscard]] inline bool read_pull_options(const char* program, int argc, char** argv,
                                             pull_options& to, std::vector<option> own) {
@@ -37,6 +37,7 @@ struct pull_options {
                     (wanted.ranks == 1 || wanted.ranks == 2 || wanted.ranks == 4);
          }},
         {"--staged", &wanted.staged},
+        {"--apart", &wanted.apart},
         {"--kill", &to.kill},
     };
     own.insert(own.end(), shared.begin(), shared.end());

@@ -66,6 +66,8 @@ struct pull_settings {
     int trainer_device = 0;
     int worker_device = 0;
     bool staged = false;  ///< nothing is read in place
+    bool apart = false;   ///< the plan takes trainers and workers for two nodes, and the workers
+                          ///< have attention alike
     int ranks = 4;        ///< trainer ranks PP2 x EP2, and as many worker ranks; 2: PP2; 1
     double asked_copy = 0;
     double asked_kernel = 0;
@@ -97,6 +99,7 @@ struct worked {
     double begin = 0;
     double end = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t from_peers = 0;  ///< of node peers, beside `bytes`
     std::uint64_t allocations = 0;
 };
 
@@ -131,6 +134,12 @@ inline bool holds(int rank, const pull_settings& wanted, std::string_view name) 
         side = at.expert * 2 / wanted.model.experts;
     }
     return rank == (wanted.ranks == 4 ? stage * 2 + side : wanted.ranks == 2 ? stage : 0);
+}
+
+inline plan::parallel_layout layout_of_workers(const pull_settings& wanted) {
+    plan::parallel_layout made{.expert = wanted.ranks};
+    (wanted.apart ? made.data : made.tensor) = wanted.ranks;
+    return made;
 }
 
 /// Bytes by the length of the run: index k counts those from 2^k bytes on.
@@ -219,6 +228,7 @@ void trainer(const channel& parent, const pull_settings& wanted, int rank) {
     sharded_pull::basic_trainer_init_info<typename Kit::fabric> info{
         .rank = rank, .device = wanted.trainer_device};
     info.in_place = !wanted.staged;
+    info.node = wanted.apart ? "the trainers' node" : "";
     info.chunk_bytes = wanted.chunk_bytes != 0 ? wanted.chunk_bytes : info.chunk_bytes;
     info.staging_bytes = std::max(
         wanted.staging_bytes != 0 ? wanted.staging_bytes : info.staging_bytes, info.chunk_bytes);
@@ -262,9 +272,7 @@ void trainer(const channel& parent, const pull_settings& wanted, int rank) {
         parent.put(told);
     }
     engine.close(deadline::after(std::chrono::seconds{5}));
-    if (rank == 0) {
-        group.close(in_time());  // its store goes with it, and the others may still read
-    }
+    group.close(in_time());  // rank 0's store goes with it, and the others may still read
 }
 
 template <class Kit>
@@ -273,8 +281,7 @@ void worker(const channel& parent, const pull_settings& wanted, int rank, std::u
     Kit::settle(device);
     const manifest checkpoint{models::parameters(wanted.model)};
     const models::worker keeps{
-        wanted.model, plan::worker_position_of({.tensor = wanted.ranks, .expert = wanted.ranks},
-                                               rank, wanted.ranks)};
+        wanted.model, plan::worker_position_of(layout_of_workers(wanted), rank, wanted.ranks)};
     const manifest mine{keeps.parameters()};
     typename Kit::weights landing{mine, device};
     landing.overwrite();
@@ -289,6 +296,13 @@ void worker(const channel& parent, const pull_settings& wanted, int rank, std::u
                     last.bytes = 0;
                     for (const auto& each : all) {
                         last.bytes += each.bytes;
+                    }
+                },
+            .on_node_traffic =
+                [&](const receiver_context&, std::span<const sharded_pull::node_traffic> all) {
+                    last.from_peers = 0;
+                    for (const auto& each : all) {
+                        last.from_peers += each.bytes;
                     }
                 }},
         *table};
@@ -339,6 +353,14 @@ class program {
 public:
     explicit program(const pull_settings& wanted) : wanted_{wanted} {
         std::fflush(stdout);
+        const auto all = models::parameters(wanted.model);
+        for (int t = 0; t < wanted.ranks; ++t) {
+            if (std::ranges::none_of(
+                    all, [&](const param_meta& each) { return holds(t, wanted, each.name); })) {
+                throw std::runtime_error{fmt::format(
+                    "trainer rank {} of {} would hold nothing; take more layers", t, wanted.ranks)};
+            }
+        }
         for (int w = 0; w < wanted.ranks; ++w) {
             workers_.push_back(start_worker(w, 0));
         }
@@ -438,7 +460,11 @@ public:
                 each->to().put(command{});
             }
         }
-        std::this_thread::sleep_for(std::chrono::milliseconds{500});
+        for (auto* const all : {&trainers_, &workers_}) {
+            for (auto& each : *all) {
+                static_cast<void>(each->to().rest());  // until it has ended
+            }
+        }
     }
 
 private:
@@ -577,18 +603,25 @@ private:
                 steady_allocations_ += each.allocations;
             }
         }
+        from_trainers_ = 0;
+        from_peers_ = 0;
+        for (const auto& each : told) {
+            from_trainers_ += each.bytes;
+            from_peers_ += each.from_peers;
+        }
     }
 
     void print_head() const {
         fmt::print(
-            "{0}, {1} layers, {2} experts; {3} trainer ranks{4}, {3} worker ranks EP{3} x TP{3} "
+            "{0}, {1} layers, {2} experts; {3} trainer ranks{4}, {3} worker ranks EP{3} x {10}{3} "
             "that keep {5:.2f} GB in all; over {6}{9}; medians of {7} rounds after {8}\n",
             wanted_.model.name, wanted_.model.layers, wanted_.model.experts, wanted_.ranks,
             wanted_.ranks == 4   ? " PP2 x EP2"
             : wanted_.ranks == 2 ? " PP2"
                                  : "",
             static_cast<double>(kept_bytes_) * 1e-9, std::string_view{Kit::fabric::name},
-            wanted_.rounds, warm_ups, wanted_.staged ? ", staged" : "");
+            wanted_.rounds, warm_ups, wanted_.staged ? ", staged" : "",
+            wanted_.apart ? "DP" : "TP");
         fmt::print("runs by length, all workers:\n{:>16} {:>10} {:>14}\n", "from bytes", "runs",
                    "MB");
         for (std::size_t k = 0; k < lengths_.runs.size(); ++k) {
@@ -631,7 +664,13 @@ private:
             best = std::max(best, rows_[k].rate());
         }
         verdict("the best of them", best, wanted_.asked_kernel);
-        predict();
+        if (wanted_.apart) {
+            fmt::print("read from the trainers {:.3f} GB, from node peers {:.3f} GB\n",
+                       static_cast<double>(from_trainers_) * 1e-9,
+                       static_cast<double>(from_peers_) * 1e-9);
+        } else {
+            predict();
+        }
         fmt::print("init {:.1f} ms, first send_weights() {:.1f} ms\n", init_seconds_ * 1e3,
                    first_seconds_ * 1e3);
         if (Kit::allocations() != Kit::not_counted) {
@@ -692,6 +731,8 @@ private:
     std::uint64_t round_ = 0;
     std::uint64_t wrong_ = 0;
     std::uint64_t steady_allocations_ = 0;
+    std::uint64_t from_trainers_ = 0;  ///< in the last round
+    std::uint64_t from_peers_ = 0;
     std::vector<measured> rows_;  ///< uniform ways, one reader alone, the pull
     std::vector<double> whole_;
     std::vector<double> start_;

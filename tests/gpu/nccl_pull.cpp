@@ -13,7 +13,7 @@
 //   kill     the same, a worker killed in the middle of a round, and back
 //
 //   nccl_pull [--only PART[,PART]] [--devices 1|2] [--layers N] [--rounds N] [--chunk MiB]
-//             [--staging MiB] [--verbose]
+//             [--staging MiB] [--ranks 1|2|4] [--verbose]
 //
 // Started by hand. --devices 2: trainers on device 0, workers on device 1. With one, each process
 // gets an NCCL_HOSTID of its own and they speak through loopback sockets. The library is
@@ -320,7 +320,7 @@ int pair_part() {
 // -------------------------------------------------------------------------------------- fabric
 
 constexpr std::size_t chunk_bytes = std::size_t{16} << 20U;
-constexpr std::size_t chunk_count = 8;
+std::size_t chunk_count = 8;  // more between two devices, so that a transfer has a middle
 constexpr std::size_t line_bytes = 4096;
 
 /// An owner whose arena holds known bytes.
@@ -704,11 +704,13 @@ struct nccl_kit {
     };
 };
 
-int backend_part(const benchmarks::pull_settings& wanted, bool kill) {
-    fmt::print("{}\n", kill ? "kill" : "backend");
+int backend_part(const benchmarks::pull_settings& wanted, bool rounds, bool kill) {
+    fmt::print("{}{}\n", rounds ? "rounds" : "kill",
+               wanted.apart ? ", workers on a node of their own that take alike once" : "");
     std::fflush(stdout);
     benchmarks::pull_rounds::program<nccl_kit> all{wanted};
-    const int found = kill ? all.kill() : all.run();
+    int found = rounds ? all.run() : 0;
+    found += kill ? all.kill() : 0;
     all.end();
     return found;
 }
@@ -719,7 +721,7 @@ int main(int argc, char** argv) try {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
     benchmarks::pull_settings wanted{.rounds = 5};
     wanted.model.layers = 2;
-    std::string only = "pair,fabric,fault,backend,kill";
+    std::string only = "pair,fabric,fault,backend,kill,apart";
     if (argc > 1 && std::string_view{argv[argc - 1]} == "--verbose") {
         verbose = true;
         --argc;
@@ -737,6 +739,8 @@ int main(int argc, char** argv) try {
             wanted.rounds = std::max(1, std::stoi(value));
         } else if (key == "--chunk") {
             wanted.chunk_bytes = std::stoull(value) << 20U;
+        } else if (key == "--ranks" && (value == "1" || value == "2" || value == "4")) {
+            wanted.ranks = std::stoi(value);
         } else if (key == "--staging") {
             wanted.staging_bytes = std::stoull(value) << 20U;
         } else {
@@ -754,6 +758,7 @@ int main(int argc, char** argv) try {
         return 77;
     }
     wanted.worker_device = one_device ? 0 : 1;
+    chunk_count = one_device ? 8 : 64;
     int found = 0;
     const auto part = [&](std::string_view name, const std::function<int()>& run) {
         if (only.find(name) == std::string::npos) {
@@ -774,8 +779,10 @@ int main(int argc, char** argv) try {
     part("pair", [] { return pair_part(); });
     part("fabric", [&] { return fabric_part(wanted.rounds); });
     part("fault", [] { return fault_part(); });
-    part("backend", [&] { return backend_part(wanted, false); });
-    part("kill", [&] { return backend_part(wanted, true); });
+    part("backend", [&] { return backend_part(wanted, true, false); });
+    part("kill", [&] { return backend_part(wanted, false, true); });
+    wanted.apart = true;
+    part("apart", [&] { return backend_part(wanted, true, true); });
     fmt::print("{}\n", found == 0 ? "all parts are as they should be" : "some parts are NOT");
     return found == 0 ? 0 : 1;
 } catch (const std::exception& failed) {

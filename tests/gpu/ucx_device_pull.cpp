@@ -2,10 +2,12 @@
 //
 // Sharded pull of device memory over UCX between processes of one machine and one GPU: two trainer
 // ranks to two workers, four to four, over whatever UCX finds (tcp on one machine), through the
-// backend and HTTP. Every element of every worker is looked at after each round; then a worker is
-// killed in a round and is back in the next. Beside it, of as many bytes at once: one read of the
-// same fabric into the device, one of the host fabric into host memory, and the copies between
-// pinned and device memory that no transfer hides. Exit 77: no GPU.
+// backend and HTTP; and the same as if the workers were on a node of their own and had attention
+// alike, which then comes once and fans out between their device memories. Every element of every
+// worker is looked at after each round; then a worker is killed in a round and is back in the next.
+// Beside it, of as many bytes at once: one read of the same fabric into the device, one of the host
+// fabric into host memory, and the copies between pinned and device memory that no transfer hides.
+// Exit 77: no GPU.
 //
 //   ucx_device_pull [--layers N] [--experts N] [--rounds N] [--chunk MiB] [--ranks 2|4] [--device
 //   N]
@@ -224,13 +226,17 @@ int main(int argc, char** argv) try {
         if (one_size && wanted.ranks != ranks) {
             continue;
         }
-        auto asked = wanted;
-        asked.ranks = ranks;
-        benchmarks::pull_rounds::program<ucx_device_kit> all{asked};
-        wrong += all.run();
-        fmt::print("a worker of {} is killed in rounds:\n", ranks);
-        wrong += all.kill();
-        all.end();
+        for (const bool apart : {false, true}) {
+            auto asked = wanted;
+            asked.ranks = ranks;
+            asked.apart = apart;
+            benchmarks::pull_rounds::program<ucx_device_kit> all{asked};
+            fmt::print("{}:\n", apart ? "workers on a node of their own" : "all on one node");
+            wrong += all.run();
+            fmt::print("a worker of {} is killed in rounds:\n", ranks);
+            wrong += all.kill();
+            all.end();
+        }
     }
     fmt::print("{}\n", wrong == 0 ? "all as asked" : "NOT all as asked");
     return wrong == 0 ? 0 : 1;

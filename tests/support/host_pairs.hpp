@@ -33,6 +33,7 @@
 #include <weightwire/detail/descriptor.hpp>
 #include <weightwire/fabrics/nccl/basic_pull_fabric.hpp>
 #include <weightwire/fabrics/nccl/pair_machinery.hpp>
+#include <weightwire/fabrics/shared_memory_fabric.hpp>
 
 /// @file
 /// The machinery of the NCCL pull fabric without a GPU: a pair is a thread and a socket, in one
@@ -255,6 +256,7 @@ class host_pairs {
 
 public:
     static constexpr auto near_memory = weightwire::memory_kind::host;
+    using within_node = weightwire::shm::fabric;
 
     class buffer {
     public:
@@ -484,5 +486,6 @@ static_assert(weightwire::explain_pull_fabric<host_pull_fabric>());
 static_assert(weightwire::HasFabricPacking<host_pull_fabric::owner>);
 static_assert(weightwire::HasFabricReadiness<host_pull_fabric::owner>);
 static_assert(weightwire::HasFabricLoss<host_pull_fabric::reader>);
+static_assert(weightwire::HasWithinNode<host_pull_fabric>);
 
 }  // namespace tests

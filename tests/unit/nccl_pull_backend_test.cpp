@@ -43,6 +43,14 @@ struct moe_worker {
 
     moe_worker(const moe_sizes& model, int which, commit_mode mode)
         : sizes{model}, rank{which}, table{sizes.worker(ranks), {.mode = mode}} {}
+    [[nodiscard]] static std::uint64_t sum_of(const auto& all) {
+        std::uint64_t sum = 0;
+        for (const auto& each : all) {
+            CHECK(each.bytes == each.planned);
+            sum += each.bytes;
+        }
+        return sum;
+    }
     /// Parameters that are not as `version` has them.
     [[nodiscard]] std::vector<std::string> wrong(std::uint64_t version) {
         const tests::moe_checkpoint full{sizes, version};
@@ -65,9 +73,14 @@ struct moe_worker {
     int rank;
     parameter_table table;
     std::vector<parameter_table*> sinks{&table};
+    std::uint64_t from_trainers = 0;
+    std::uint64_t from_peers = 0;
     engine_type engine{
         backend{.loader = [this](plan::recorder& made,
-                                 const receiver_context&) { sizes.load(made, rank, ranks); }},
+                                 const receiver_context&) { sizes.load(made, rank, ranks); },
+                .on_traffic = [this](const auto&, auto all) { from_trainers = sum_of(all); },
+                .node = "the workers'",
+                .on_node_traffic = [this](const auto&, auto all) { from_peers = sum_of(all); }},
         sinks};
     service_type service{engine};
 };
@@ -83,6 +96,14 @@ struct fleet {
         for (const auto& each : workers) {
             CHECK(each->wrong(version) == std::vector<std::string>{});
         }
+    }
+    /// What the last round of all workers read.
+    [[nodiscard]] std::uint64_t sum(std::uint64_t moe_worker::*which) const {
+        std::uint64_t made = 0;
+        for (const auto& each : workers) {
+            made += (*each).*which;
+        }
+        return made;
     }
     std::vector<std::unique_ptr<moe_worker>> workers;
     std::vector<moe_worker::service_type*> services;
@@ -114,17 +135,21 @@ std::vector<std::string> on_trainer_ranks(const std::function<void(int, store_gr
 }
 
 /// Rounds over pairs; `before` is called on rank 0 before each and says whether it is to commit.
+/// What workers need alike, where `once` it is known that they are on a node of their own, comes
+/// from the trainers once.
 template <tensor_lifetime Lifetime>
 void run_rounds(commit_mode mode, std::uint64_t rounds,
-                const std::function<bool(std::uint64_t)>& before = {}) {
-    const moe_sizes model;
+                const std::function<bool(std::uint64_t)>& before = {}, bool once = false) {
+    const moe_sizes model{.whole_attention = once};
     fleet all{model, mode};
     const auto failures = on_trainer_ranks([&](int rank, store_group& group) {
         local_sync_client<moe_worker::service_type> client{all.services};
         tests::moe_shard<Lifetime> shard{model, rank, false};
-        auto engine =
-            trainer_init(init_info{.rank = rank, .chunk_bytes = 4096, .staging_bytes = 16384},
-                         client, shard, {}, group);
+        auto engine = trainer_init(init_info{.rank = rank,
+                                             .chunk_bytes = 4096,
+                                             .staging_bytes = once ? 65536U : 16384U,
+                                             .node = once ? "the trainers'" : "the workers'"},
+                                   client, shard, {}, group);
         std::uint64_t last = 0;
         for (std::uint64_t version = 1; version <= rounds; ++version) {
             shard.set(version);
@@ -145,6 +170,10 @@ void run_rounds(commit_mode mode, std::uint64_t rounds,
                 CHECK(committed == good);
                 last = good ? version : last;
                 all.check(last);
+                if (good && once) {
+                    CHECK(all.sum(&moe_worker::from_trainers) == 203'712);
+                    CHECK(all.sum(&moe_worker::from_peers) == 168'768);
+                }
             }
             group.barrier(deadline::after(20s));
         }
@@ -172,6 +201,9 @@ TEST_CASE("sharded_pull over NCCL pairs: every worker has exactly its bytes, rou
     SUBCASE("weights that do not stay") {
         run_rounds<tensor_lifetime::until_next>(commit_mode::flip, 6);
     }
+    SUBCASE("what the workers' node needs comes once") {
+        run_rounds<tensor_lifetime::stable>(commit_mode::flip, 4, {}, true);
+    }
 }
 
 TEST_CASE(
@@ -179,13 +211,19 @@ TEST_CASE(
     world::early_sends = 0;
     world::pairs = 0;
     int pairs_before = 0;
-    run_rounds<tensor_lifetime::until_next>(commit_mode::flip, 6, [&](std::uint64_t version) {
+    const auto refused = [&](std::uint64_t version) {
         world::refuses = version == 3;
         if (version == 3) {
             pairs_before = world::pairs;
         }
         return version != 3;
-    });
+    };
+    SUBCASE("each for itself") {
+        run_rounds<tensor_lifetime::until_next>(commit_mode::flip, 6, refused);
+    }
+    SUBCASE("once for the node, also after that round") {
+        run_rounds<tensor_lifetime::until_next>(commit_mode::flip, 6, refused, true);
+    }
     world::refuses = false;
     CHECK(world::pairs.load() > pairs_before);
 }

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <stop_token>
@@ -434,10 +435,16 @@ struct heard {
     std::vector<std::pair<frame_kind, std::string>> frames{};
 };
 struct routed_workers {
-    explicit routed_workers(std::size_t count) : all(count) {
+    /// @param before called when all but the last have come.
+    explicit routed_workers(std::size_t count,
+                            const std::function<void(routed_workers&)>& before = {})
+        : all(count) {
         desk.begin(model(), plan::ownership{model(), {plan::position_set::all(2)}}, {"a"}, count,
                    true);
         for (std::size_t w = 0; w < count; ++w) {
+            if (before && w + 1 == count) {
+                before(*this);
+            }
             report(w);
         }
         CHECK(desk.routed());
@@ -447,13 +454,15 @@ struct routed_workers {
             all[w].frames.emplace_back(kind, text);
         };
     }
-    void report(std::size_t w, bool alone = false) {
-        desk.take_needs(w, {.node = "b", .alone = alone, .report = whole_needs().report()}, say());
+    void report(std::size_t w, bool alone = false, bool shows = false) {
+        desk.take_needs(
+            w, {.node = "b", .alone = alone, .shows = shows, .report = whole_needs().report()},
+            say());
     }
-    void land(std::size_t w) {
+    void land(std::size_t w, std::string handle = "handle") {
         const std::vector<wire::worker_landing> mine{{.worker = static_cast<int>(w),
                                                       .address = "address",
-                                                      .handle = "handle",
+                                                      .handle = std::move(handle),
                                                       .bytes = 4096}};
         desk.take_landing(w, wire::encode(mine), say());
     }
@@ -505,6 +514,34 @@ TEST_CASE("sharded_pull: node peers hear of each other's memory when all have sh
             CHECK_THROWS_AS(two.land(1), protocol_error);
         }
     }
+    SUBCASE("one comes back with the memory that it has shown: all is as before") {
+        two.land(1);
+        two.report(1, false, true);
+        const auto rows = two.of(1, frame_kind::row);
+        REQUIRE(rows.size() == 2);
+        CHECK(rows[0] == rows[1]);
+        CHECK(two.of(1, frame_kind::landings).size() == 1);  // not before it has shown it again
+        two.land(1);
+        const auto told = two.of(1, frame_kind::landings);
+        REQUIRE(told.size() == 2);
+        CHECK(told[0] == told[1]);
+        CHECK(two.of(0, frame_kind::row).size() == 1);
+        CHECK(two.of(0, frame_kind::landings).size() == 1);
+    }
+    SUBCASE("one comes back, says that it has it still, and shows other memory") {
+        two.land(1);
+        two.report(1, false, true);
+        two.land(1, "another");
+        const auto told = two.of(1, frame_kind::landings);
+        REQUIRE(told.size() == 2);
+        const auto none = wire::decode_worker_landings(told[1], 2);
+        REQUIRE(none.size() == 1);
+        CHECK(none[0].worker == 1);
+        CHECK(none[0].bytes == 0);
+        two.report(1, true);
+        CHECK(wire::decode_worker_route(two.of(1, frame_kind::row)[2], one_owner()).shared.empty());
+        CHECK(two.of(1, frame_kind::landings).size() == 2);
+    }
     SUBCASE("one is gone before it has shown its own") {
         two.desk.leave(1, two.say());
         CHECK(two.landings(0)[0].bytes == 0);
@@ -521,6 +558,15 @@ TEST_CASE("sharded_pull: node peers hear of each other's memory when all have sh
         CHECK_THROWS_AS(two.desk.take_landing(1, wire::encode(lie), two.say()), protocol_error);
         CHECK_THROWS_AS(two.desk.take_landing(1, "garbage", two.say()), protocol_error);
     }
+}
+
+TEST_CASE("sharded_pull: a node peer that is gone before all have come is waited for no more") {
+    routed_workers two{2, [](routed_workers& early) { early.desk.leave(0, early.say()); }};
+    two.land(1);
+    CHECK(two.landings(1)[0].worker == 0);
+    CHECK(two.landings(1)[0].bytes == 0);
+    two.report(0);  // another process
+    CHECK(wire::decode_worker_route(two.of(0, frame_kind::row)[1], one_owner()).shared.empty());
 }
 
 TEST_CASE("sharded_pull: workers without a node's name share nothing") {
@@ -545,6 +591,12 @@ TEST_CASE("wire: what workers of a node say of themselves has one spelling, lies
         text.starts_with("WP1W\x01"
                          "b\x01WP1N"));
     CHECK(wire::decode_worker_needs(text, 2) == said);
+    const wire::worker_needs shown{.node = "b", .shows = true, .report = said.report};
+    const auto again = wire::encode(shown);
+    CHECK(
+        again.starts_with("WP1W\x01"
+                          "b\x02WP1N"));
+    CHECK(wire::decode_worker_needs(again, 2) == shown);
     const std::vector<wire::worker_landing> all{
         {.worker = 1, .address = "at", .handle = "h", .bytes = 300}, {.worker = 3}};
     const auto list = wire::encode(all);
@@ -787,16 +839,19 @@ struct node_halves {
         for (const auto& each : weights.weights()) {
             tensors.push_back(each.tensor);
         }
-        const auto inits = sender.prepare({.parameters = parameters,
-                                           .peers = peers,
-                                           .world_size = workers + 1,
-                                           .lifetime = tensor_lifetime::stable,
-                                           .stable_tensors = tensors,
-                                           .group_sizes = sizes_of_groups});
+        inits = sender.prepare({.parameters = parameters,
+                                .peers = peers,
+                                .world_size = workers + 1,
+                                .lifetime = tensor_lifetime::stable,
+                                .stable_tensors = tensors,
+                                .group_sizes = sizes_of_groups});
+        const std::jthread opening{[&] { sender.open(soon(), {}); }};
+        open_receivers();
+    }
+    void open_receivers(std::size_t first = 0, std::size_t last = workers) {
         const auto message = info.init_message();
         std::vector<std::jthread> opening;  // last: its threads use all of it
-        opening.emplace_back([&] { sender.open(soon(), {}); });
-        for (auto& each : halves) {
+        for (const auto& each : std::span{halves}.subspan(first, last - first)) {
             opening.emplace_back([&] {
                 each->receiver.open({.wire_parameters = message,
                                      .transport = inits.front().native,
@@ -850,6 +905,7 @@ struct node_halves {
     pull::basic_trainer_init_info<across_fabric> info{
         .chunk_bytes = 4096, .staging_bytes = 32768, .node = "a"};
     backend_traits<backend>::sender sender{info};
+    std::vector<transport_init> inits;
     std::vector<std::unique_ptr<worker_half>> halves;
 };
 
@@ -885,6 +941,51 @@ TEST_CASE("sharded_pull: a node takes its bytes once, and steady rounds allocate
         CHECK(allocated == 0);
     }
     const auto said = one.receiver.description();
-    CHECK(said.find(" bytes of shared memory for the node") != std::string::npos);
+    CHECK(said.find(" bytes of memory for the node") != std::string::npos);
     CHECK((said.find("land in 4096 bytes") != std::string::npos) == (node.landing_bytes == 1));
+}
+
+TEST_CASE("sharded_pull: workers that come back to their trainer share as before") {
+    node_halves node;
+    const auto& one = *node.halves[0];
+    const auto& two = *node.halves[1];
+    const auto said = two.receiver.description();
+    const auto check = [&](std::uint64_t number) {
+        static_cast<void>(node.round(number));
+        CHECK(one.from_trainer == one.planned);
+        CHECK(two.from_trainer == two.planned);
+        CHECK(one.from_peer == two.from_trainer);
+        CHECK(two.from_peer == one.from_trainer);
+        CHECK(two.receiver.description() == said);
+    };
+    check(1);
+    SUBCASE("all of them, as after a round that failed for all") {
+        for (auto& each : node.halves) {
+            each->receiver.release();
+        }
+        node.open_receivers();
+    }
+    SUBCASE("all of them, one after the other") {
+        node.open_receivers(0, 1);
+        node.open_receivers(1, 2);
+    }
+    SUBCASE("one of them") { node.open_receivers(1, 2); }
+    check(2);
+    check(3);
+}
+
+TEST_CASE("sharded_pull: a worker that comes back in another process takes nothing for its node") {
+    node_halves node;
+    static_cast<void>(node.round(1));
+    node.halves[1] = std::make_unique<node_halves::worker_half>(node, 2);
+    node.open_receivers(1, 2);
+    static_cast<void>(node.round(2));
+    std::uint64_t all = 0;
+    for (const auto& parameter : node.parameters.parameters()) {
+        all += parameter.byte_size();
+    }
+    for (const auto& each : node.halves) {
+        CHECK(each->from_trainer == all);
+        CHECK(each->from_peer == 0);
+    }
 }

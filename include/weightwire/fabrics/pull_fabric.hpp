@@ -182,6 +182,14 @@ concept HasFabricCurrency = requires(const Owner& owner, const fabric_export& ex
     { owner.is_current(exported) } -> std::same_as<bool>;
 };
 
+/// Optional: `reader.come_to_rest() noexcept`: returns when nothing that was given up works on the
+/// device any more, or `lost()` is true; within a bound of its own. Without that, freeing what a
+/// read has on the device may wait for as long as the device does.
+template <class Reader>
+concept HasFabricRest = requires(Reader& reader) {
+    { reader.come_to_rest() } noexcept;
+};
+
 /// Optional: `reader.lost() noexcept`: a read could not be ended, and may still write to its
 /// destinations at any later time.
 template <class Reader>
@@ -211,13 +219,28 @@ concept HasFabricPacking = requires(
 /// - Memory that a reader has opened stays readable, with its bytes, when its owner was destroyed
 /// or its process has died; no read of it fails for that.
 ///
-/// Model: `shm::fabric`, for `ucx::fabric`. Non-model: device memory that goes with its process.
+/// Models: `shm::fabric`, for `ucx::fabric`; `cuda_ipc::fabric`, for `ucx::device_fabric`: CUDA
+/// keeps memory for those who have it open. Non-model: a mapping that goes with its owner's
+/// process.
 template <class F>
 concept HasWithinNode =
     requires { typename F::within_node; } && PullFabric<typename F::within_node> &&
-    F::within_node::capabilities.host_memory &&
+    (F::within_node::capabilities.host_memory || !F::capabilities.host_memory) &&
     (F::within_node::capabilities.device_memory || !F::capabilities.device_memory) &&
-    F::capabilities.host_memory && F::capabilities.across_machines && !F::capabilities.in_place;
+    F::capabilities.across_machines && !F::capabilities.in_place;
+
+namespace detail {
+
+/// A fabric's `within_node` is what it is made of names, where that names one.
+template <class Machinery>
+struct within_node_of {};
+template <class Machinery>
+    requires requires { typename Machinery::within_node; }
+struct within_node_of<Machinery> {
+    using within_node = typename Machinery::within_node;
+};
+
+}  // namespace detail
 
 /// Optional: `owner.remark()` and `reader.remark()`: one line on what the fabric chose by what it
 /// found, and why; the backend's `description()` ends with it. Known once the owner is made, and of

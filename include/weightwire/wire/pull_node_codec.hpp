@@ -19,8 +19,9 @@
 ///
 /// A text is its length and its bytes, without control characters.
 ///
-/// - `W` worker: name of the node; 1 where it takes and gives nothing within its node, else 0; then
-///   its needs report, from the `W P 1 N` on.
+/// - `W` worker: name of the node; 1 where it takes and gives nothing within its node, 2 where it
+///   still has the landing memory that it has shown this trainer before, else 0; then its needs
+///   report, from the `W P 1 N` on.
 /// - `L` landings: count, of each worker (ascending), address, handle, bytes. 0 bytes, with empty
 ///   texts: the worker has none.
 
@@ -30,6 +31,7 @@ namespace weightwire::wire {
 struct worker_needs {
     std::string node{};  ///< equal for workers that reach each other's memory; empty when unknown
     bool alone = false;  ///< is to be routed as if it had no node peers
+    bool shows = false;  ///< still has the landing memory that it has shown; not where `alone`
     plan::needs_report report{};
     friend bool operator==(const worker_needs&, const worker_needs&) = default;
 };
@@ -50,7 +52,11 @@ inline constexpr std::size_t longest_landing_text = std::size_t{1} << 16U;
 
 [[nodiscard]] inline std::string encode(const worker_needs& value) {
     detail::plan_writer out{'W'};
-    out.text(value.node).number(value.alone ? 1U : 0U).rest(encode(value.report));
+    out.text(value.node)
+        .number(value.alone   ? 1U
+                : value.shows ? 2U
+                              : 0U)
+        .rest(encode(value.report));
     return std::move(out).take();
 }
 
@@ -59,7 +65,10 @@ inline constexpr std::size_t longest_landing_text = std::size_t{1} << 16U;
 [[nodiscard]] inline worker_needs decode_worker_needs(std::string_view bytes,
                                                       std::size_t parameters) {
     detail::plan_reader in{bytes, 'W', "what a worker says of itself"};
-    worker_needs made{.node = in.text(longest_node_name), .alone = in.number(1) == 1};
+    worker_needs made{.node = in.text(longest_node_name)};
+    const auto choice = in.number(2);
+    made.alone = choice == 1;
+    made.shows = choice == 2;
     made.report = decode_needs_report(in.rest(), parameters);
     return made;
 }

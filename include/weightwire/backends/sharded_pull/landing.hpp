@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <optional>
 #include <span>
 #include <stop_token>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include <weightwire/backends/sharded_pull/control_channel.hpp>
+#include <weightwire/backends/sharded_pull/landing_memory.hpp>
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
 #include <weightwire/wire/pull_node_codec.hpp>
@@ -27,25 +29,12 @@
 
 namespace weightwire::sharded_pull {
 
-namespace detail {
-
-/// The fabric within a node; one that is never used where a fabric names none.
-template <class Fabric>
-struct within_node {
-    using type = archetypes::pull_fabric;
-};
-template <HasWithinNode Fabric>
-struct within_node<Fabric> {
-    using type = typename Fabric::within_node;
-};
-
-}  // namespace detail
-
 /// One rank's landing memory and what it has opened of others. One thread at a time.
 template <PullFabric Node>
 class node_landing {
 public:
     using memory = typename Node::memory;
+    using kept_memory = landing_memory<Node>;
 
     /// What lies in a landing slot.
     struct occupant {
@@ -62,25 +51,31 @@ public:
 
     explicit node_landing(int device) : reader_{device} {}
 
-    /// Makes the landing memory for `chunks` chunks a round, and opens it as a node peer does.
+    /// Makes the landing memory for `chunks` chunks a round, or takes what was kept of that size,
+    /// and opens it as a node peer does.
     /// @param most_bytes of memory; but `least` slots are made, and no more than there are chunks.
     /// @param least one an owner: so a node peer that hangs is let go by all owners at once, and
     /// not by one after the other.
     /// @throws resource_error there is no memory.
     void make(int device, std::uint64_t slot_bytes, std::uint64_t most_bytes, std::size_t least,
-              std::size_t chunks, int worker, deadline until, const std::stop_token& stop) {
+              std::size_t chunks, int worker, std::optional<kept_memory> kept, deadline until,
+              const std::stop_token& stop) {
         const auto slots = std::clamp<std::uint64_t>(most_bytes / slot_bytes, least, chunks);
-        owner_.emplace(device);
-        arena_ = owner_->allocate(slots * slot_bytes);
+        if (kept && kept->arena.size() == slots * slot_bytes) {
+            own_ = std::move(*kept);
+        } else {
+            own_.owner = std::make_unique<typename Node::owner>(device);
+            own_.arena = own_.owner->allocate(slots * slot_bytes);
+        }
         slots_.assign(static_cast<std::size_t>(slots), {});
         waiting_.reserve(chunks);
         open(exported(worker), until, stop);
     }
     /// What the others have to know of it.
     [[nodiscard]] wire::worker_landing exported(int worker) const {
-        const auto named = arena_.exported();
+        const auto named = own_.arena.exported();
         return {.worker = worker,
-                .address = owner_->address(),
+                .address = own_.owner->address(),
                 .handle = named.handle,
                 .bytes = named.bytes};
     }
@@ -98,9 +93,19 @@ public:
     }
 
     [[nodiscard]] typename Node::reader& reader() noexcept { return reader_; }
-    [[nodiscard]] std::byte* data() const noexcept { return arena_.data(); }
+    [[nodiscard]] const typename Node::reader& reader() const noexcept { return reader_; }
+    [[nodiscard]] std::byte* data() const noexcept { return own_.arena.data(); }
     /// Bytes of the landing memory.
-    [[nodiscard]] std::uint64_t size() const noexcept { return arena_.size(); }
+    [[nodiscard]] std::uint64_t size() const noexcept { return own_.arena.size(); }
+    /// The landing memory, for the next init; nothing where there is none. Ends the use of this.
+    [[nodiscard]] std::optional<kept_memory> leave(std::uint64_t trainer, int rank) noexcept {
+        if (own_.owner == nullptr) {
+            return std::nullopt;
+        }
+        own_.trainer = trainer;
+        own_.rank = rank;
+        return std::move(own_);
+    }
     [[nodiscard]] std::span<occupant> slots() noexcept { return slots_; }
     [[nodiscard]] std::vector<waiting_chunk>& waiting() noexcept { return waiting_; }
 
@@ -118,8 +123,7 @@ private:
     };
 
     typename Node::reader reader_;
-    std::optional<typename Node::owner> owner_;
-    typename Node::arena arena_;
+    kept_memory own_;
     std::deque<peer> peers_;  ///< this rank too, where it lands something
     std::vector<occupant> slots_;
     std::vector<waiting_chunk> waiting_;

@@ -76,6 +76,11 @@ public:
     void release() noexcept;
     /// Whether a read could not be ended, and may write at any later time.
     [[nodiscard]] bool lost() const noexcept {
+        if constexpr (HasFabricLoss<typename node::reader>) {
+            if (node_ && node_->reader().lost()) {
+                return true;
+            }
+        }
         if constexpr (HasFabricLoss<typename Fabric::reader>) {
             return fabric_.lost();
         } else {
@@ -211,8 +216,9 @@ private:
     std::uint64_t slot_bytes_ = 0;
     transport_message message_;
     plan::worker_plan plan_;
-    std::optional<node_landing<node>> node_;  ///< where the plan shares something with node peers
-    std::string alone_;                       ///< why it shares nothing, where it might
+    std::optional<node_landing<node>> node_;    ///< where the plan shares something with node peers
+    std::optional<landing_memory<node>> kept_;  ///< what it landed in before, during an init
+    std::string alone_;                         ///< why it shares nothing, where it might
     std::deque<owner_link> owners_;
     std::vector<unit> units_;
     std::vector<std::size_t> order_;     ///< of the units that are read in place

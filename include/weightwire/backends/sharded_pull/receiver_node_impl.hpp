@@ -30,6 +30,8 @@ void basic_receiver<Fabric>::find_plan(frame_socket& first, const plan::ownershi
         .node = chosen_.node.empty() ? weightwire::detail::boot_id() : chosen_.node,
         .alone = false,
         .report = needs.report()};
+    kept_ = chosen_.shelf->take(message_.ranks.front().nonce, context_.global_rank);
+    said.shows = kept_.has_value();
     for (;;) {
         send_frame(first, frame_kind::needs, wire::encode(said), until, stop, where);
         const auto row = await_frame(first, frame_kind::row, until, stop, where);
@@ -55,6 +57,7 @@ void basic_receiver<Fabric>::find_plan(frame_socket& first, const plan::ownershi
         }
         node_.reset();
         said.alone = true;
+        said.shows = false;
     }
 }
 
@@ -87,7 +90,7 @@ std::string basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline unt
     if (chunks != 0) {
         auto fault = fault_of_step([&] {
             node_->make(context_.device, slot_bytes_, chosen_.landing_bytes, owners, chunks,
-                        plan_.worker(), until, stop);
+                        plan_.worker(), std::exchange(kept_, std::nullopt), until, stop);
         });
         if (!fault.empty()) {
             return fault;
@@ -98,7 +101,10 @@ std::string basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline unt
     const auto answer = await_frame(first, frame_kind::landings, until, stop, where);
     const auto workers = static_cast<std::size_t>(std::max(context_.world_size - 1, 1));
     for (const auto& each : wire::decode_worker_landings(answer.body, workers)) {
-        if (each.bytes == 0 || each.worker == plan_.worker()) {
+        if (each.worker == plan_.worker()) {
+            return "its node peers have opened other memory of it";
+        }
+        if (each.bytes == 0) {
             continue;
         }
         auto fault = fault_of_step([&] { node_->open(each, until, stop); });

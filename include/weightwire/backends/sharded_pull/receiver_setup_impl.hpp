@@ -259,6 +259,9 @@ void basic_receiver<Fabric>::agree(owner_link& link, deadline until, const std::
 template <PullFabric Fabric>
 void basic_receiver<Fabric>::release() noexcept {
     cancel_active();
+    if constexpr (HasFabricRest<typename Fabric::reader>) {
+        fabric_.come_to_rest();
+    }
     if (lost()) {
         // Freeing what the device may still use would wait for it: left to the end of the process.
         static_cast<void>(new auto(std::move(tables_)));
@@ -275,7 +278,14 @@ void basic_receiver<Fabric>::release() noexcept {
     traffic_.clear();
     node_traffic_.clear();
     owners_.clear();
+    if (node_ && !kept_) {
+        kept_ = node_->leave(message_.ranks.front().nonce, context_.global_rank);
+    }
     node_.reset();
+    if (kept_) {
+        chosen_.shelf->put(std::move(*kept_));
+        kept_.reset();
+    }
     alone_.clear();
     plan_ = {};
     message_ = {};
@@ -299,8 +309,8 @@ std::string basic_receiver<Fabric>::description() const {
             return std::to_string(std::ranges::count(units_, by, &unit::by));
         };
         text += "; " + of(way::landed) + " of them land in " + std::to_string(node_->size()) +
-                " bytes of shared memory for the node, " + of(way::peer) +
-                " are read from node peers (" + std::to_string(node_traffic_.size()) + ")";
+                " bytes of memory for the node, " + of(way::peer) + " are read from node peers (" +
+                std::to_string(node_traffic_.size()) + ")";
     }
     if (!alone_.empty()) {
         text += "; nothing is taken once for the node, because of: " + alone_;

@@ -29,10 +29,10 @@ namespace weightwire::sharded_pull {
 /// something for their node together with those that read it there. Not thread-safe; what has to be
 /// told goes to a `say(worker, frame_kind, text)` that the caller brings; workers count from 0.
 ///
-/// A worker that comes back while others hold rows that name it has other memory than they have
-/// opened. So it gets a row for itself alone, in which it takes nothing for its node, and owners
-/// then serve its node peers directly. That lasts until the trainer's next init, as does a row for
-/// a worker that cannot open the memory of a node peer.
+/// A worker that comes back with the memory that its node peers have opened goes on as before. One
+/// that has other memory, since its process is another, gets a row for itself alone, in which it
+/// takes nothing for its node, and owners then serve its node peers directly. That lasts until the
+/// trainer's next init, as does a row for a worker that cannot open the memory of a node peer.
 class route_desk {
 public:
     /// From now on workers' needs are taken, until all `workers` have come.
@@ -67,7 +67,9 @@ public:
                                  std::to_string(from + 1)};
         }
         auto& known = workers_[from];
-        const bool same = known.needs && *known.needs == said && !gives(from);
+        known.gone = false;
+        const bool shows = std::exchange(said.shows, false);
+        const bool same = known.needs && *known.needs == said && (shows || !gives(from));
         auto before = std::exchange(known.needs, std::move(said));
         if (!routed_) {
             if (std::ranges::all_of(workers_,
@@ -88,9 +90,12 @@ public:
             }
         }
         known.told = false;
+        known.returns = gives(from);
         say(from, frame_kind::row, wire::encode(known.row));
         answer(say);
     }
+    /// One that shows other memory than before is told that it has none: others have opened what
+    /// it showed first.
     /// @throws protocol_error not the form, or the worker takes nothing for its node.
     template <class Say>
     void take_landing(std::size_t from, std::string_view body, Say say) {
@@ -100,14 +105,26 @@ public:
             throw protocol_error{
                 "a worker rank shows landing memory, and takes nothing for its node"};
         }
-        workers_[from].landing = std::move(all[0]);
+        auto& known = workers_[from];
+        known.returns = false;
+        if (known.landing && *known.landing != all[0]) {
+            known.landing = none_of(from);
+            known.told = true;
+            say(from, frame_kind::landings, wire::encode(std::vector{none_of(from)}));
+            return;
+        }
+        known.landing = std::move(all[0]);
         answer(say);
     }
     /// The worker's connection has ended. Who waits for its landing memory is told that there is
     /// none.
     template <class Say>
     void leave(std::size_t from, Say say) {
-        if (routed_ && from < workers_.size() && !workers_[from].landing) {
+        if (from >= workers_.size()) {
+            return;
+        }
+        workers_[from].gone = true;
+        if (routed_ && !workers_[from].landing) {
             workers_[from].landing = none_of(from);
             answer(say);
         }
@@ -118,7 +135,10 @@ private:
         std::optional<wire::worker_needs> needs{};
         plan::worker_route row{};
         std::optional<wire::worker_landing> landing{};
-        bool told = false;  ///< the landings that its row names
+        bool told = false;       ///< the landings that its row names
+        bool returns = false;    ///< and has to show its landing memory again
+        bool gone = false;       ///< its connection has ended
+        std::set<int> givers{};  ///< node peers from whom its row takes something
     };
 
     [[nodiscard]] static wire::worker_landing none_of(std::size_t w) {
@@ -161,8 +181,11 @@ private:
             plan::route(*parameters_, *owners_, places, reports, {.node_once = node_once_});
         for (std::size_t w = 0; w < workers_.size(); ++w) {
             workers_[w].row = made.of(static_cast<int>(w));
-            workers_[w].landing = gives(w) ? std::nullopt : std::optional{none_of(w)};
+            workers_[w].landing =
+                gives(w) && !workers_[w].gone ? std::nullopt : std::optional{none_of(w)};
+            workers_[w].givers = givers_of(w);
             workers_[w].told = false;
+            workers_[w].returns = false;
         }
         routed_ = true;
     }
@@ -177,6 +200,7 @@ private:
         workers_[w].row =
             plan::route(*parameters_, *owners_, places, one, {.node_once = false}).of(0);
         workers_[w].row.worker = static_cast<int>(w);
+        workers_[w].givers.clear();
         workers_[w].landing = none_of(w);
     }
     /// Tells those who read within their node where, as soon as all that they read from have said.
@@ -184,10 +208,11 @@ private:
     void answer(Say& say) {
         for (std::size_t w = 0; w < workers_.size(); ++w) {
             // Not before it has shown its own: until then it may still ask to be alone.
-            if (workers_[w].told || workers_[w].row.shared.empty() || !workers_[w].landing) {
+            if (workers_[w].told || workers_[w].row.shared.empty() || !workers_[w].landing ||
+                workers_[w].returns) {
                 continue;
             }
-            const auto givers = givers_of(w);
+            const auto& givers = workers_[w].givers;
             std::vector<wire::worker_landing> all;
             for (const int giver : givers) {
                 if (const auto& known = workers_[static_cast<std::size_t>(giver)].landing) {

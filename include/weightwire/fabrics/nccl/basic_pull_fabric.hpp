@@ -14,9 +14,10 @@
 
 namespace weightwire::nccl {
 
-/// Models `PullFabric` over a machinery. Options are of the type: both sides are built with one.
+/// Models `PullFabric` over a machinery; with one that names a `within_node`, `HasWithinNode`.
+/// Options are of the type: both sides are built with one.
 template <PairMachinery M, PullOptions Options = pull_options>
-struct basic_pull_fabric {
+struct basic_pull_fabric : weightwire::detail::within_node_of<M> {
     static constexpr std::string_view name = "nccl";
     static constexpr fabric_capabilities capabilities{
         .host_memory = M::near_memory == memory_kind::host,

@@ -23,6 +23,7 @@
 #include <weightwire/core/deadline.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/core/tensor.hpp>
+#include <weightwire/fabrics/cuda_ipc_fabric.hpp>
 #include <weightwire/fabrics/nccl/pair_machinery.hpp>
 #include <weightwire/gpu/check.hpp>
 #include <weightwire/gpu/device_buffer.hpp>
@@ -77,6 +78,7 @@ struct pair_calls {
 class cuda_pairs {
 public:
     static constexpr auto near_memory = memory_kind::cuda;
+    using within_node = cuda_ipc::fabric;
 
     using buffer = gpu::device_buffer;
     using stream = gpu::stream;

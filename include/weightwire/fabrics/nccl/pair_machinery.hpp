@@ -1,6 +1,8 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <concepts>
 #include <cstddef>
@@ -8,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include <weightwire/core/tensor.hpp>
@@ -107,7 +110,8 @@ concept HasPairIdentity =
         { machine.most_pairs_at_once(number) } -> std::convertible_to<std::size_t>;
     };
 
-/// Everything of it. A model is used by one thread at a time.
+/// Everything of it. A model is used by one thread at a time. It may name a `within_node`, the
+/// fabric's (`HasWithinNode`).
 template <class M>
 concept PairMachinery = HasPairIdentity<M> && HasPairMemory<M> && HasPairCopies<M> && HasPairs<M>;
 
@@ -126,9 +130,16 @@ struct pull_options {
     /// memory: NCCL's `maxCTAs`, with `minCTAs` 1. A power of two, to which NCCL would round it.
     int channels = 4;
     /// Communicators that one process holds. More are refused: each costs device memory for good,
-    /// 17 MB of NCCL 2.28.9 over sockets, so this many a gigabyte, where UCX reads any number of
+    /// of NCCL 2.28.9 17 MB over sockets and 37 MB over NVLink, where UCX reads any number of
     /// peers through one context.
     std::size_t most_peers = 64;
+    /// Device memory that one process may take for this fabric: arenas of an owner or places of a
+    /// reader, and communicators. What an arena or one more communicator would take above it is
+    /// refused. Each communicator counts as the least that one was measured to take.
+    std::uint64_t device_bytes = std::uint64_t{4} << 30U;
+    /// What a communicator counts as before one was measured. The measurement is of the whole
+    /// device, so others may add to it: more than four times this is not believed.
+    std::uint64_t pair_bytes = std::uint64_t{36} << 20U;
     /// Device memory of a reader where chunks land before they are laid out; at least two chunks.
     std::uint64_t landing_bytes = std::uint64_t{128} << 20U;
     /// How long an exchange waits for its last pairs before the next begins beside them.
@@ -143,5 +154,41 @@ struct pull_options {
 
 template <class T>
 concept PullOptions = std::derived_from<T, pull_options> && std::default_initializable<T>;
+
+/// What a communicator takes, as far as it can be measured. One thread at a time writes.
+class pair_cost {
+public:
+    explicit pair_cost(const pull_options& options) noexcept
+        : believed_{4 * options.pair_bytes}, bytes_{options.pair_bytes} {}
+    void note(std::uint64_t took) noexcept {
+        if (took != 0 && took <= believed_) {
+            bytes_ = std::exchange(measured_, true) ? std::min(bytes_.load(), took) : took;
+        }
+    }
+    [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
+
+private:
+    std::uint64_t believed_;
+    bool measured_ = false;
+    std::atomic<std::uint64_t> bytes_;
+};
+
+namespace pair_detail {
+
+/// Why a process may not take this much of the device, in words; empty where it may.
+/// @param own arenas or places. @param pairs what is counted for communicators.
+[[nodiscard]] inline std::string fault_of_budget(const pull_options& options, std::uint64_t own,
+                                                 std::uint64_t pairs, std::string_view who,
+                                                 std::string_view own_name) {
+    if (own <= options.device_bytes && pairs <= options.device_bytes - own) {
+        return {};
+    }
+    return std::string{who} + " would take " + std::to_string(own) + " bytes of the device for " +
+           std::string{own_name} + " and " + std::to_string(pairs) +
+           " for communicators of NCCL, and may take " + std::to_string(options.device_bytes) +
+           " (pull_options::device_bytes); read over UCX, which needs no communicators";
+}
+
+}  // namespace pair_detail
 
 }  // namespace weightwire::nccl

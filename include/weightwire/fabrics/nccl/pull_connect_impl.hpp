@@ -177,6 +177,12 @@ std::shared_ptr<pull_link<M>> pull_exchange<M>::connect(const owner_text& named,
             pull_at_init({})};
     }
     sweep();
+    if (const auto fault = pair_detail::fault_of_budget(
+            options_, std::max(landing_bytes(), options_.landing_bytes),
+            (links_.size() + 1) * cost_.bytes(), "this worker", "places to land");
+        !fault.empty()) {
+        throw unsupported_error{fault, pull_at_init({})};
+    }
     if (!std::exchange(loaded_, true)) {
         machine_.load_kernels();
     }
@@ -196,6 +202,7 @@ std::shared_ptr<pull_link<M>> pull_exchange<M>::connect(const owner_text& named,
     check_trial(*made, bring(*made, {trial_arena, 0, trial_bytes}, until, stop), until, stop);
     const auto after = machine_.free_bytes();
     made->measured = before && after && *before > *after ? *before - *after : 0;
+    cost_.note(made->measured);
     links_.push_back(made);
     return made;
 }

@@ -168,6 +168,10 @@ public:
         cancel(which);
         prepared_ -= which.parts.empty() ? 0 : 1;
     }
+    /// Until every abort has returned, or has had its time.
+    void come_to_rest() noexcept {
+        ended_.finish([this](const held_places& held) { give_back(held); });
+    }
     /// Gives up everything. False: an abort did not end, and all of this has to be left behind.
     [[nodiscard]] bool end() noexcept;
 
@@ -241,6 +245,7 @@ private:
     std::vector<state*> laying_;
     std::size_t prepared_ = 0;
     std::chrono::steady_clock::time_point began_{};  ///< of the exchange
+    pair_cost cost_{options_};
     bool loaded_ = false;
 };
 

@@ -408,8 +408,7 @@ bool pull_exchange<M>::end() noexcept {
     for (auto& each : std::exchange(links_, {})) {
         fail(*each, {.kind = "peer", .text = "it has ended"});
     }
-    const auto over = [this](const held_places& held) { give_back(held); };
-    ended_.finish(over);
+    come_to_rest();
     return !lost();
 }
 

@@ -12,7 +12,8 @@
 ///
 /// One communicator of two ranks a trainer rank and worker rank that the plan brings together, made
 /// when the worker connects. Each costs device memory on both sides, so their number is bounded
-/// (`pull_options::most_peers`); what is beyond goes over UCX.
+/// (`pull_options::most_peers`, `device_bytes`); what is beyond goes over UCX. What ranks of one
+/// machine need alike enters it once, and their kernels read it in each other's device memory.
 
 namespace weightwire::nccl {
 
@@ -21,6 +22,7 @@ using pull_fabric = basic_pull_fabric<cuda_pairs>;
 
 static_assert(explain_pull_fabric<pull_fabric>());
 static_assert(HasFabricPacking<pull_fabric::owner> && HasFabricReadiness<pull_fabric::owner>);
-static_assert(HasFabricLoss<pull_fabric::reader>);
+static_assert(HasFabricLoss<pull_fabric::reader> && HasFabricRest<pull_fabric::reader>);
+static_assert(HasWithinNode<pull_fabric>);
 
 }  // namespace weightwire::nccl

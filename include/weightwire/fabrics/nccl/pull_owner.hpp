@@ -101,10 +101,17 @@ public:
         const std::byte* /*address*/, std::uint64_t /*bytes*/) const {
         return fabric_refusal{"NCCL sends packed chunks only"};
     }
-    /// @throws usage_error no bytes. @throws resource_error
+    /// @throws usage_error no bytes. @throws resource_error above `pull_options::device_bytes`, or
+    /// what the device says.
     [[nodiscard]] arena allocate(std::uint64_t bytes) {
         if (bytes == 0) {
             throw usage_error{"an arena of no bytes", {.phase = phase::init, .backend = "nccl"}};
+        }
+        if (const auto fault = pair_detail::fault_of_budget(
+                Options{}, arenas_->bytes() + bytes,
+                server_ != nullptr ? server_->counted_bytes(0) : 0, "a trainer rank", "arenas");
+            !fault.empty()) {
+            throw resource_error{fault, {.phase = phase::init, .backend = "nccl"}};
         }
         auto made = std::make_shared<const typename M::buffer>(
             machine_.allocate(static_cast<std::size_t>(bytes)));

@@ -179,6 +179,8 @@ public:
             exchange_->cancel(*which.state_);
         }
     }
+    /// Waits for the aborts of pairs that were given up, at most `pull_options::abort_time`.
+    void come_to_rest() noexcept { exchange_->come_to_rest(); }
     /// Whether an abort, or a layout, did not end in its time.
     [[nodiscard]] bool lost() const noexcept { return exchange_->lost(); }
 

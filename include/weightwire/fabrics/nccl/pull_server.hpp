@@ -113,6 +113,10 @@ public:
     /// Device memory that the pairs took, those that have ended left out.
     [[nodiscard]] std::uint64_t measured_bytes() const noexcept { return measured_; }
     [[nodiscard]] std::size_t pair_count() const noexcept { return count_; }
+    /// What the device's budget counts for the pairs, and for `more` of them.
+    [[nodiscard]] std::uint64_t counted_bytes(std::size_t more) const noexcept {
+        return (count_ + more) * cost_.bytes();
+    }
 
 private:
     /// A reader, by its connection.
@@ -141,7 +145,7 @@ private:
 
     void listen();
     void run(const std::stop_token& stop) noexcept;
-    void wait() noexcept;
+    void wait();
     void take_new();
     void serve(reader& from, bool readable) noexcept;
     void take(reader& from, const pair_socket::frame& got);
@@ -166,6 +170,7 @@ private:
     std::optional<std::uint64_t> free_before_;       ///< of the device, before the pairs being made
     std::chrono::steady_clock::time_point began_{};  ///< of the exchange
     std::atomic<std::uint64_t> measured_ = 0;
+    pair_cost cost_{options_};
     std::atomic<std::size_t> count_ = 0;
     std::atomic<bool> lost_ = false;
     std::jthread thread_;  // last: it uses all of them

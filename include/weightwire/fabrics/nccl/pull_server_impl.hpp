@@ -54,7 +54,9 @@ void pull_server<M>::run(const std::stop_token& stop) noexcept {
         try {
             wait();
             for (std::size_t i = 0; i < readers_.size(); ++i) {
-                serve(*readers_[i], i + 2 < polled_.size() && polled_[i + 2].revents != 0);
+                if (!readers_[i]->gone) {
+                    serve(*readers_[i], i + 2 < polled_.size() && polled_[i + 2].revents != 0);
+                }
             }
             if (polled_[1].revents != 0) {
                 take_new();
@@ -78,7 +80,7 @@ void pull_server<M>::run(const std::stop_token& stop) noexcept {
 /// Until something comes. What is in progress at NCCL or on the device tells nobody: it is looked
 /// at again after a moment.
 template <PairMachinery M>
-void pull_server<M>::wait() noexcept {
+void pull_server<M>::wait() {
     polled_.resize(readers_.size() + 2);
     std::size_t strangers = 0;
     bool moving = false;
@@ -216,6 +218,11 @@ void pull_server<M>::greet(reader& from, const hello_frame& hello) {
             " workers over NCCL, each by a communicator with device memory of its own, as many as "
             "one process may; read over UCX, which needs none"};
     }
+    if (const auto fault = pair_detail::fault_of_budget(
+            options_, arenas_->bytes(), counted_bytes(1), "this trainer rank", "its arenas");
+        !fault.empty()) {
+        throw unsupported_error{fault};
+    }
     if (!free_before_ &&
         std::ranges::all_of(readers_, [](const auto& each) { return each->is_made(); })) {
         free_before_ = machine_.free_bytes();
@@ -321,12 +328,14 @@ void pull_server<M>::measure() noexcept {
     if (count == 0 || !after || *after >= before) {
         return;
     }
+    const auto took = (before - *after) / count;
     for (const auto& each : readers_) {
         if (fresh(each)) {
-            each->measured = (before - *after) / count;
-            measured_ += each->measured;
+            each->measured = took;
+            measured_ += took;
         }
     }
+    cost_.note(took);
 }
 
 /// Says why, and ends it.

@@ -15,9 +15,9 @@
 
 namespace weightwire::ucx {
 
-/// Models `PullFabric`.
+/// Models `PullFabric`; with a machinery that names one, `HasWithinNode`.
 template <DeviceMachinery M>
-struct basic_device_fabric {
+struct basic_device_fabric : weightwire::detail::within_node_of<M> {
     static constexpr std::string_view name = "ucx_device";
     static constexpr fabric_capabilities capabilities{.device_memory = true,
                                                       .across_machines = true};

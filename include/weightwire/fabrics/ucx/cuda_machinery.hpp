@@ -11,6 +11,7 @@
 #include <cuda_runtime_api.h>
 #include <ucp/api/ucp.h>
 
+#include <weightwire/fabrics/cuda_ipc_fabric.hpp>
 #include <weightwire/fabrics/ucx/device_machinery.hpp>
 #include <weightwire/fabrics/ucx/worker.hpp>
 #include <weightwire/gpu/allocation_info.hpp>
@@ -35,6 +36,7 @@ namespace weightwire::ucx {
 class cuda_machinery {
 public:
     static constexpr ucs_memory_type_t near_type = UCS_MEMORY_TYPE_CUDA;
+    using within_node = cuda_ipc::fabric;
 
     using near_buffer = gpu::device_buffer;
     using pinned_buffer = gpu::pinned_buffer;

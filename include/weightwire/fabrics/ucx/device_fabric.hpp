@@ -13,6 +13,9 @@
 /// on both sides, as packed chunks of the trainer and as pieces of a MiB of the worker, which the
 /// device copies beside the transfers. What is used, `remark()` of owner and reader say. To keep a
 /// UCX with CUDA from it: `UCX_TLS=^cuda`.
+///
+/// What ranks of one machine need alike enters it once, and their kernels read it in each other's
+/// device memory.
 
 namespace weightwire::ucx {
 
@@ -22,5 +25,6 @@ using device_fabric = basic_device_fabric<cuda_machinery>;
 static_assert(explain_pull_fabric<device_fabric>());
 static_assert(HasFabricService<device_fabric::owner> && HasFabricReadiness<device_fabric::owner>);
 static_assert(HasFabricPacking<device_fabric::owner> && HasFabricLoss<device_fabric::reader>);
+static_assert(HasWithinNode<device_fabric>);
 
 }  // namespace weightwire::ucx

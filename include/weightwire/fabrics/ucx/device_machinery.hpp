@@ -81,7 +81,8 @@ concept HasDeviceWork =
         { M::note_lost(device) } noexcept;
     };
 
-/// Everything of it. A model is used by one thread at a time.
+/// Everything of it. A model is used by one thread at a time. It may name a `within_node`, the
+/// fabric's (`HasWithinNode`).
 template <class M>
 concept DeviceMachinery = HasDeviceMemory<M> && HasDeviceWork<M>;
 
