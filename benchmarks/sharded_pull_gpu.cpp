@@ -29,54 +29,23 @@
 
 #include <weightwire/fabrics/cuda_ipc_fabric.hpp>
 #include <weightwire/gpu/memory.hpp>
-#include <weightwire/sinks/device_memory.hpp>
 
 #include "../tests/gpu/ipc_pair.hpp"
-#include "../tests/support/device_allocations.hpp"
-#include "support/device_weights.hpp"
+#include "support/device_kit.hpp"
 #include "support/pull_options.hpp"
 #include "support/pull_rounds.hpp"
-#include "support/region_check.hpp"
 #include "support/uniform_copies.hpp"
 
 namespace {
 
 using namespace weightwire;
 
-struct device_kit {
+struct cuda_ipc_kit : benchmarks::device_kit {
     using fabric = cuda_ipc::fabric;
-    using weights = benchmarks::device_weights;
-    using shown = ipc_pair::sent_export;
-    using check = benchmarks::region_check;
 
     static constexpr std::array<std::string_view, 3> uniform_names{"copy calls", "plain kernel",
                                                                    "bulk kernel"};
     static constexpr std::size_t best = 1;
-    static constexpr int threads_a_rank = 0;
-    static constexpr std::uint64_t not_counted = ~std::uint64_t{0};
-
-    static void settle(int device) {
-        gpu::check(cudaSetDevice(device), "cudaSetDevice");
-        gpu::check(cudaFree(nullptr), "cudaFree");
-    }
-    [[nodiscard]] static shown show(const weights& memory, int device) {
-        cuda_ipc::cuda_machinery machine{device};
-        const auto& block = memory.blocks()[0];
-        return ipc_pair::exported(machine, block.data(), block.size());
-    }
-    [[nodiscard]] static auto table(const manifest& mine, const weights& landing, int device) {
-        std::vector<user_parameter> held;
-        for (std::size_t i = 0; i < mine.size(); ++i) {
-            held.push_back({mine[i].name, landing.views()[i]});
-        }
-        return std::unique_ptr<device_parameter_table>{
-            new device_parameter_table(device_parameter_table::over(
-                std::move(held), gpu_memory{device}, {.mode = commit_mode::in_place}))};
-    }
-    [[nodiscard]] static double copies_seconds(const weights& /*landing*/) { return 0; }
-    [[nodiscard]] static std::uint64_t allocations() {
-        return weightwire_tests::device_allocations.load();
-    }
 
     /// From one trainer rank's allocation.
     class uniform {
@@ -115,7 +84,7 @@ int main(int argc, char** argv) try {
     }
     // Between two GPUs a kernel is what their links are measured by.
     wanted.asked_kernel = wanted.worker_device != wanted.trainer_device ? 0.97 : 0;
-    return benchmarks::run_pull<device_kit>(options);
+    return benchmarks::run_pull<cuda_ipc_kit>(options);
 } catch (const std::exception& failed) {
     fmt::print(stderr, "sharded_pull_gpu: {}\n", failed.what());
     return 1;

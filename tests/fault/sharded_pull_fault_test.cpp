@@ -37,32 +37,10 @@ TEST_CASE(
 
 TEST_CASE("sharded_pull: a worker stopped in a round past its deadline never commits it") {
     const pulled::setup asked;
-    const auto run = [&]<tensor_lifetime Lifetime>() {
-        auto servers =
-            pulled::start_workers(asked, 1, {"--at", "read", "--do", "stop", "--in", "2"});
-        shm_team<Lifetime> team{asked, servers};
-        CHECK(team.round(1).all_committed());
-        team.check_others(4);
-        const auto begin = deadline::clock::now();
-        const auto report = team.round(2, 5s);
-        CHECK(deadline::clock::now() - begin < 8s);
-        CHECK(report.committed == 3);
-        CHECK(report.peers[1].blamed.string() == servers[1]->url());
-        team.check_others(3);
-        CHECK(servers[1]->is_stopped());
-        servers[1]->signal(SIGCONT);
-        std::this_thread::sleep_for(300ms);
-        pulled::check_serves(asked.sizes, *servers[1], 1, 1);
-        pulled::check_serves(asked.sizes, *servers[0], 0, 2);
-        CHECK(team.round(3).all_committed());
-        team.check_others(4);
-        for (int w = 0; w < pulled::workers; ++w) {
-            pulled::check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 3);
-        }
-        team.close();
-    };
-    SUBCASE("read in place") { run.operator()<tensor_lifetime::stable>(); }
-    SUBCASE("staged") { run.operator()<tensor_lifetime::until_next>(); }
+    SUBCASE("read in place") {
+        pulled::one_worker_stops<shm::fabric, tensor_lifetime::stable>(asked);
+    }
+    SUBCASE("staged") { pulled::one_worker_stops<shm::fabric, tensor_lifetime::until_next>(asked); }
 }
 
 TEST_CASE("sharded_pull: a trainer rank whose source fails ends the round for all, and no other") {
@@ -97,28 +75,8 @@ TEST_CASE("sharded_pull: a trainer rank whose source fails ends the round for al
 }
 
 TEST_CASE("sharded_pull: a trainer rank that dies or stops leaves the workers as they were") {
-    const pulled::setup asked;
-    const auto run = [&](pulled::order act) {
-        auto servers = pulled::start_workers(asked);
-        {
-            shm_team<tensor_lifetime::until_next> team{asked, servers};
-            CHECK(team.round(1).all_committed());
-            team.check_others(4);
-            const auto begin = deadline::clock::now();
-            CHECK_THROWS_AS(static_cast<void>(team.round(2, 5s, 2, act)), error);
-            CHECK(deadline::clock::now() - begin < 10s);
-        }
-        for (int w = 0; w < pulled::workers; ++w) {
-            pulled::check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 1);
-        }
-        // The next job takes the workers over.
-        shm_team<tensor_lifetime::stable> team{asked, servers};
-        CHECK(team.round(3).all_committed());
-        team.check_others(4);
-        for (int w = 0; w < pulled::workers; ++w) {
-            pulled::check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 3);
-        }
-        team.close();
+    const auto run = [](const pulled::order& act) {
+        pulled::a_trainer_rank_fails<shm::fabric, tensor_lifetime::stable>({}, act);
     };
     SUBCASE("dies") { run({.dies = 1}); }
     SUBCASE("stops") { run({.stops = 1}); }

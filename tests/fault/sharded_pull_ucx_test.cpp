@@ -7,13 +7,8 @@
 
 #include <doctest/doctest.h>
 
-#include <chrono>
-#include <csignal>
 #include <cstddef>
-#include <thread>
 
-#include <weightwire/core/deadline.hpp>
-#include <weightwire/core/error.hpp>
 #include <weightwire/fabrics/ucx/fabric.hpp>
 
 #include "../support/sharded_pull_nodes.hpp"
@@ -21,11 +16,8 @@
 
 namespace {
 
-using namespace std::chrono_literals;
 using namespace weightwire;
 namespace pulled = tests::pull_processes;
-
-using ucx_team = pulled::trainer_team<ucx::fabric, tensor_lifetime::until_next>;
 
 /// Many chunks at once.
 pulled::setup many_small() { return {.program = "test_ucx_worker"}; }
@@ -80,50 +72,10 @@ TEST_CASE("sharded_pull over UCX: ten rounds, a worker killed in one and back in
 }
 
 TEST_CASE("sharded_pull over UCX: a worker stopped past the deadline, and no trainer rank waits") {
-    const auto asked = many_small();
-    auto servers = pulled::start_workers(asked, 1, {"--at", "read", "--do", "stop", "--in", "2"});
-    ucx_team team{asked, servers};
-    CHECK(team.round(1).all_committed());
-    team.check_others(4);
-    const auto begin = deadline::clock::now();
-    const auto report = team.round(2, 5s);
-    CHECK(deadline::clock::now() - begin < 8s);
-    CHECK(report.committed == 3);
-    CHECK(report.peers[1].blamed.string() == servers[1]->url());
-    team.check_others(3);
-    CHECK(servers[1]->is_stopped());
-    servers[1]->signal(SIGCONT);
-    std::this_thread::sleep_for(300ms);
-    pulled::check_serves(asked.sizes, *servers[1], 1, 1);
-    pulled::check_serves(asked.sizes, *servers[0], 0, 2);
-    CHECK(team.round(3).all_committed());
-    team.check_others(4);
-    for (int w = 0; w < pulled::workers; ++w) {
-        pulled::check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 3);
-    }
-    team.close();
+    pulled::one_worker_stops<ucx::fabric, tensor_lifetime::until_next>(many_small());
 }
 
 TEST_CASE("sharded_pull over UCX: a trainer rank that dies leaves the workers as they were") {
-    const auto asked = many_small();
-    auto servers = pulled::start_workers(asked);
-    {
-        ucx_team team{asked, servers};
-        CHECK(team.round(1).all_committed());
-        team.check_others(4);
-        const auto begin = deadline::clock::now();
-        CHECK_THROWS_AS(static_cast<void>(team.round(2, 5s, 2, {.dies = 1})), error);
-        CHECK(deadline::clock::now() - begin < 10s);
-    }
-    for (int w = 0; w < pulled::workers; ++w) {
-        pulled::check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 1);
-    }
-    // The next job takes the workers over.
-    ucx_team team{asked, servers};
-    CHECK(team.round(3).all_committed());
-    team.check_others(4);
-    for (int w = 0; w < pulled::workers; ++w) {
-        pulled::check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 3);
-    }
-    team.close();
+    pulled::a_trainer_rank_fails<ucx::fabric, tensor_lifetime::until_next>(many_small(),
+                                                                           {.dies = 1});
 }

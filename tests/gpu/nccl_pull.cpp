@@ -49,11 +49,9 @@
 #include <weightwire/backends/cuda_ipc/cuda_machinery.hpp>
 #include <weightwire/fabrics/nccl/pull_fabric.hpp>
 #include <weightwire/gpu/memory.hpp>
-#include <weightwire/sinks/device_memory.hpp>
 
-#include "../../benchmarks/support/device_weights.hpp"
+#include "../../benchmarks/support/device_kit.hpp"
 #include "../../benchmarks/support/pull_rounds.hpp"
-#include "../../benchmarks/support/region_check.hpp"
 #include "../support/device_allocations.hpp"
 #include "../support/forked.hpp"
 #include "ipc_pair.hpp"
@@ -639,16 +637,11 @@ int fault_part() {
 
 // ------------------------------------------------------------------------------------- backend
 
-struct nccl_kit {
+struct nccl_kit : benchmarks::device_kit {
     using fabric = nccl::basic_pull_fabric<told_pairs>;
-    using weights = benchmarks::device_weights;
-    using shown = ipc_pair::sent_export;
-    using check = benchmarks::region_check;
 
     static constexpr std::array<std::string_view, 1> uniform_names{"copy calls"};
     static constexpr std::size_t best = 0;
-    static constexpr int threads_a_rank = 0;
-    static constexpr std::uint64_t not_counted = ~std::uint64_t{0};
 
     /// Two ranks share one GPU when NCCL takes them for two hosts.
     static void settle(int device) {
@@ -658,26 +651,7 @@ struct nccl_kit {
         }
         ::setenv("NCCL_SOCKET_IFNAME", "lo", 1);
         ::setenv("NCCL_NVLS_ENABLE", "0", 1);
-        gpu::check(cudaSetDevice(device), "cudaSetDevice");
-        gpu::check(cudaFree(nullptr), "cudaFree");
-    }
-    [[nodiscard]] static shown show(const weights& memory, int device) {
-        cuda_ipc::cuda_machinery machine{device};
-        const auto& block = memory.blocks()[0];
-        return ipc_pair::exported(machine, block.data(), block.size());
-    }
-    [[nodiscard]] static auto table(const manifest& mine, const weights& landing, int device) {
-        std::vector<user_parameter> held;
-        for (std::size_t i = 0; i < mine.size(); ++i) {
-            held.push_back({mine[i].name, landing.views()[i]});
-        }
-        return std::unique_ptr<device_parameter_table>{
-            new device_parameter_table(device_parameter_table::over(
-                std::move(held), gpu_memory{device}, {.mode = commit_mode::in_place}))};
-    }
-    [[nodiscard]] static double copies_seconds(const weights& /*landing*/) { return 0; }
-    [[nodiscard]] static std::uint64_t allocations() {
-        return weightwire_tests::device_allocations.load();
+        device_kit::settle(device);
     }
 
     /// From one trainer rank's allocation, by the runtime's own copy.

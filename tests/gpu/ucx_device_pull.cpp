@@ -32,12 +32,9 @@
 #include <weightwire/gpu/device_guard.hpp>
 #include <weightwire/gpu/memory.hpp>
 #include <weightwire/gpu/pinned_buffer.hpp>
-#include <weightwire/sinks/device_memory.hpp>
 
-#include "../../benchmarks/support/device_weights.hpp"
+#include "../../benchmarks/support/device_kit.hpp"
 #include "../../benchmarks/support/pull_rounds.hpp"
-#include "../../benchmarks/support/region_check.hpp"
-#include "../support/device_allocations.hpp"
 #include "../support/forked.hpp"
 
 namespace {
@@ -45,10 +42,8 @@ namespace {
 using namespace weightwire;
 
 /// What the rounds of `pull_rounds` are made of.
-struct ucx_device_kit {
+struct ucx_device_kit : benchmarks::device_kit {
     using fabric = ucx::device_fabric;
-    using weights = benchmarks::device_weights;
-    using check = benchmarks::region_check;
 
     /// How a worker reads a trainer rank's memory in one piece: of both fabrics.
     struct way {
@@ -64,15 +59,9 @@ struct ucx_device_kit {
     static constexpr std::array<std::string_view, 4> uniform_names{
         "one read, device", "one read, host", "pinned to device", "device to pinned"};
     static constexpr std::size_t best = 0;
-    static constexpr int threads_a_rank = 0;
-    static constexpr std::uint64_t not_counted = ~std::uint64_t{0};
     /// Pinned memory of a process for the rows in one piece.
     static constexpr std::uint64_t most_bytes = std::uint64_t{256} << 20U;
 
-    static void settle(int device) {
-        gpu::check(cudaSetDevice(device), "cudaSetDevice");
-        gpu::check(cudaFree(nullptr), "cudaFree");
-    }
     template <class Owner, class Arena>
     [[nodiscard]] static way way_to(Owner& owner, const Arena& arena) {
         way told;
@@ -92,19 +81,6 @@ struct ucx_device_kit {
         std::fill_n(plain.data(), bytes, std::byte{1});
         fmt::print("a trainer rank: {}\n", near.remark());
         return {.device = way_to(near, packed), .host = way_to(host, plain), .bytes = bytes};
-    }
-    [[nodiscard]] static auto table(const manifest& mine, const weights& landing, int device) {
-        std::vector<user_parameter> held;
-        for (std::size_t i = 0; i < mine.size(); ++i) {
-            held.push_back({mine[i].name, landing.views()[i]});
-        }
-        return std::unique_ptr<device_parameter_table>{
-            new device_parameter_table(device_parameter_table::over(
-                std::move(held), gpu_memory{device}, {.mode = commit_mode::in_place}))};
-    }
-    [[nodiscard]] static double copies_seconds(const weights& /*landing*/) { return 0; }
-    [[nodiscard]] static std::uint64_t allocations() {
-        return weightwire_tests::device_allocations.load();
     }
 
     /// Whole memory of one trainer rank, over one fabric.

@@ -29,6 +29,7 @@
 #include <weightwire/weightwire.hpp>
 
 #include "../support/moe_model.hpp"
+#include "../support/trainer_ranks.hpp"
 
 namespace {
 
@@ -102,31 +103,6 @@ std::vector<moe_worker::service_type*> services_of(
     return out;
 }
 
-/// Runs `body(rank, group)` for every trainer rank; what ranks throw is kept.
-std::vector<std::string> on_trainer_ranks(std::function<void(int, store_group&)> body) {
-    std::vector<std::string> failures(trainers);
-    auto host = store_group::host(trainers);
-    std::vector<std::jthread> others;
-    for (int rank = 1; rank < trainers; ++rank) {
-        others.emplace_back([&, rank, port = host.port()] {
-            try {
-                auto group =
-                    store_group::join(rank, trainers, "127.0.0.1", port, deadline::after(20s));
-                body(rank, group);
-            } catch (const std::exception& caught) {
-                failures[static_cast<std::size_t>(rank)] = caught.what();
-            }
-        });
-    }
-    try {
-        body(0, host);
-    } catch (const std::exception& caught) {
-        failures[0] = caught.what();
-    }
-    others.clear();
-    return failures;
-}
-
 std::vector<std::unique_ptr<moe_worker>> four_workers(const moe_sizes& model, commit_mode mode) {
     std::vector<std::unique_ptr<moe_worker>> all;
     for (int w = 0; w < workers; ++w) {
@@ -145,7 +121,7 @@ template <tensor_lifetime Lifetime>
 void run_rounds(const moe_sizes& model, std::vector<std::unique_ptr<moe_worker>>& all, bool shared,
                 int rounds = 10) {
     const auto services = services_of(all);
-    const auto failures = on_trainer_ranks([&](int rank, store_group& group) {
+    const auto failures = tests::on_trainer_ranks(trainers, [&](int rank, store_group& group) {
         moe_client client{services};
         tests::moe_shard<Lifetime> shard{model, rank, shared};
         auto engine = trainer_init(info_of(rank), client, shard, {}, group);
@@ -251,7 +227,7 @@ TEST_CASE("sharded_pull: gathers that ranks take together neither hang nor fall 
     auto all = four_workers(model, commit_mode::flip);
     const auto services = services_of(all);
     std::array<meeting, 2> stages;
-    const auto failures = on_trainer_ranks([&](int rank, store_group& group) {
+    const auto failures = tests::on_trainer_ranks(trainers, [&](int rank, store_group& group) {
         moe_client client{services};
         gathered_shard::shard_type shard{model, rank};
         gathered_shard source{shard, stages[static_cast<std::size_t>(rank / 2)]};
@@ -310,7 +286,7 @@ TEST_CASE(
     const moe_sizes model;
     auto all = four_workers(model, commit_mode::flip);
     const auto services = services_of(all);
-    const auto failures = on_trainer_ranks([&](int rank, store_group& group) {
+    const auto failures = tests::on_trainer_ranks(trainers, [&](int rank, store_group& group) {
         moe_client client{services};
         tests::moe_shard<tensor_lifetime::until_next> shard{model, rank};
         static_cast<void>(trainer_init(info_of(rank, 4096, 4096), client, shard, {}, group));
@@ -325,7 +301,7 @@ TEST_CASE("sharded_pull: a parameter that no rank holds is an error at init that
     const moe_sizes model;
     auto all = four_workers(model, commit_mode::flip);
     const auto services = services_of(all);
-    const auto failures = on_trainer_ranks([&](int rank, store_group& group) {
+    const auto failures = tests::on_trainer_ranks(trainers, [&](int rank, store_group& group) {
         moe_client client{services};
         tests::moe_shard<tensor_lifetime::stable> shard{model, rank};
         forgetful_shard source{shard, "model.layers.2.mlp.gate.weight"};
@@ -342,7 +318,7 @@ TEST_CASE("sharded_pull: what a worker's loader lacks stops the init, with its n
     all[1]->sizes.layers = 5;
     const auto services = services_of(all);
     const auto begin = deadline::clock::now();
-    const auto failures = on_trainer_ranks([&](int rank, store_group& group) {
+    const auto failures = tests::on_trainer_ranks(trainers, [&](int rank, store_group& group) {
         moe_client client{services};
         tests::moe_shard<tensor_lifetime::stable> shard{model, rank};
         static_cast<void>(trainer_init(info_of(rank), client, shard, {}, group));

@@ -485,4 +485,56 @@ inline std::vector<std::unique_ptr<worker_process>> start_workers(
     return all;
 }
 
+/// Worker 1 stops in the second round and is resumed after its deadline: it costs the trainer that,
+/// commits nothing of the round, and takes part in the next.
+template <class Fabric, tensor_lifetime Lifetime>
+void one_worker_stops(const setup& asked) {
+    auto servers = start_workers(asked, 1, {"--at", "read", "--do", "stop", "--in", "2"});
+    trainer_team<Fabric, Lifetime> team{asked, servers};
+    CHECK(team.round(1).all_committed());
+    team.check_others(4);
+    const auto begin = deadline::clock::now();
+    const auto report = team.round(2, 5s);
+    CHECK(deadline::clock::now() - begin < 8s);
+    CHECK(report.committed == 3);
+    CHECK(report.peers[1].blamed.string() == servers[1]->url());
+    team.check_others(3);
+    CHECK(servers[1]->is_stopped());
+    servers[1]->signal(SIGCONT);
+    std::this_thread::sleep_for(300ms);
+    check_serves(asked.sizes, *servers[1], 1, 1);
+    check_serves(asked.sizes, *servers[0], 0, 2);
+    CHECK(team.round(3).all_committed());
+    team.check_others(4);
+    for (int w = 0; w < workers; ++w) {
+        check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 3);
+    }
+    team.close();
+}
+
+/// Trainer rank 2 does as it is told in the second round: the workers stay as they were, and the
+/// next job takes them over.
+template <class Fabric, tensor_lifetime Next>
+void a_trainer_rank_fails(const setup& asked, const order& act) {
+    auto servers = start_workers(asked);
+    {
+        trainer_team<Fabric, tensor_lifetime::until_next> team{asked, servers};
+        CHECK(team.round(1).all_committed());
+        team.check_others(4);
+        const auto begin = deadline::clock::now();
+        CHECK_THROWS_AS(static_cast<void>(team.round(2, 5s, 2, act)), error);
+        CHECK(deadline::clock::now() - begin < 10s);
+    }
+    for (int w = 0; w < workers; ++w) {
+        check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 1);
+    }
+    trainer_team<Fabric, Next> team{asked, servers};
+    CHECK(team.round(3).all_committed());
+    team.check_others(4);
+    for (int w = 0; w < workers; ++w) {
+        check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, 3);
+    }
+    team.close();
+}
+
 }  // namespace tests::pull_processes

@@ -24,6 +24,7 @@
 
 #include "../support/host_pairs.hpp"
 #include "../support/moe_model.hpp"
+#include "../support/trainer_ranks.hpp"
 
 namespace {
 
@@ -109,31 +110,6 @@ struct fleet {
     std::vector<moe_worker::service_type*> services;
 };
 
-/// Runs `body(rank, group)` for every trainer rank; what ranks throw is kept.
-std::vector<std::string> on_trainer_ranks(const std::function<void(int, store_group&)>& body) {
-    std::vector<std::string> failures(ranks);
-    auto host = store_group::host(ranks);
-    std::vector<std::jthread> others;
-    for (int rank = 1; rank < ranks; ++rank) {
-        others.emplace_back([&, rank, port = host.port()] {
-            try {
-                auto group =
-                    store_group::join(rank, ranks, "127.0.0.1", port, deadline::after(20s));
-                body(rank, group);
-            } catch (const std::exception& caught) {
-                failures[static_cast<std::size_t>(rank)] = caught.what();
-            }
-        });
-    }
-    try {
-        body(0, host);
-    } catch (const std::exception& caught) {
-        failures[0] = caught.what();
-    }
-    others.clear();
-    return failures;
-}
-
 /// Rounds over pairs; `before` is called on rank 0 before each and says whether it is to commit.
 /// What workers need alike, where `once` it is known that they are on a node of their own, comes
 /// from the trainers once.
@@ -142,7 +118,7 @@ void run_rounds(commit_mode mode, std::uint64_t rounds,
                 const std::function<bool(std::uint64_t)>& before = {}, bool once = false) {
     const moe_sizes model{.whole_attention = once};
     fleet all{model, mode};
-    const auto failures = on_trainer_ranks([&](int rank, store_group& group) {
+    const auto failures = tests::on_trainer_ranks(ranks, [&](int rank, store_group& group) {
         local_sync_client<moe_worker::service_type> client{all.services};
         tests::moe_shard<Lifetime> shard{model, rank, false};
         auto engine = trainer_init(init_info{.rank = rank,
