@@ -21,6 +21,7 @@
 #include <weightwire/core/error.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
 
+#include "../support/fabric_processes.hpp"
 #include "../support/forked.hpp"
 #include "../support/host_device_machinery.hpp"
 
@@ -32,20 +33,14 @@ using fabric = tests::host_device_fabric;
 using tests::host_allocation;
 using tests::host_device_world;
 using tests::host_ipc_world;
+using tests::fabric_processes::in_a_minute;
+using tests::fabric_processes::kind_of_error;
+using tests::fabric_processes::make_model;
 using weightwire::deadline;
+using exported_memory = tests::fabric_processes::exported;
 
 constexpr std::uint64_t model_bytes = 40'000'000;
 constexpr std::uint64_t line = 10'000;
-
-deadline in_a_minute() { return deadline::after(60s); }
-
-void make_model(std::byte* to, std::uint64_t seed) {
-    std::mt19937_64 random{seed};
-    for (std::uint64_t i = 0; i < model_bytes; i += 8) {
-        const auto word = random();
-        std::memcpy(to + i, &word, 8);
-    }
-}
 
 /// Changes a process at random: copies take differently long.
 void stumble() {
@@ -56,11 +51,6 @@ void stumble() {
         }
     };
 }
-
-struct named_memory {
-    std::string address{};
-    std::string handle{};
-};
 
 /// A trainer rank in a process of its own, which packs what a device holds. It packs again at `p`,
 /// with another seed; lets its device hang at `h`; and ends at `e`, after which it sends the
@@ -74,7 +64,7 @@ public:
               const auto arena = owner->allocate(model_bytes);
               const host_allocation source{model_bytes};
               const auto pack = [&](std::uint64_t with) {
-                  make_model(source.data(), with);
+                  make_model(source.data(), model_bytes, with);
                   owner->pack(arena.data(), source.data(), line, model_bytes / line, line);
                   owner->settle(in_a_minute(), {});
               };
@@ -116,7 +106,7 @@ public:
     }
     [[nodiscard]] tests::forked& process() noexcept { return process_; }
 
-    named_memory exported{};
+    exported_memory exported{};
 
 private:
     tests::forked process_;
@@ -125,7 +115,7 @@ private:
 /// What a worker rank has open. Half of the model is one run, half is lines with gaps.
 class reading {
 public:
-    reading(fabric::reader& reader, const named_memory& from)
+    reading(fabric::reader& reader, const exported_memory& from)
         : reader_{reader},
           connection_{reader.connect(from.address, in_a_minute(), {})},
           memory_{reader.open(connection_, from.handle, model_bytes, in_a_minute(), {})},
@@ -148,7 +138,7 @@ public:
     void cancel() { reader_.cancel(read_); }
     [[nodiscard]] bool is(std::uint64_t seed) const {
         std::vector<std::byte> model(model_bytes);
-        make_model(model.data(), seed);
+        make_model(model.data(), model_bytes, seed);
         constexpr auto half = model_bytes / 2;
         bool same = std::memcmp(to_->data(), model.data(), half) == 0;
         for (std::uint64_t i = 0; i < half / line; ++i) {
@@ -173,24 +163,14 @@ private:
     fabric::read read_;
 };
 
-template <class Body>
-std::string kind_of_error(Body body) {
-    const auto begin = clock_type::now();
-    std::string kind = "none";
-    try {
-        body();
-    } catch (const weightwire::error& failed) {
-        kind = failed.kind();
-    }
-    return clock_type::now() - begin < 20s ? kind : kind + ", late";
-}
-
+/// Whose copies take differently long.
 template <class Body>
 tests::forked reader_process(Body body) {
-    return tests::forked{[body = std::move(body)](tests::channel& parent) mutable {
-        stumble();
-        parent.put_text(body(parent));
-    }};
+    return tests::fabric_processes::reader_process(
+        [body = std::move(body)](tests::channel& parent) mutable {
+            stumble();
+            return body(parent);
+        });
 }
 
 }  // namespace

@@ -15,12 +15,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include <weightwire/core/deadline.hpp>
@@ -28,6 +26,7 @@
 #include <weightwire/fabrics/descriptor.hpp>
 #include <weightwire/fabrics/ucx/fabric.hpp>
 
+#include "../support/fabric_processes.hpp"
 #include "../support/forked.hpp"
 
 namespace {
@@ -35,25 +34,20 @@ namespace {
 namespace ucx = weightwire::ucx;
 using namespace std::chrono_literals;
 using clock_type = std::chrono::steady_clock;
+using tests::fabric_processes::in_a_minute;
+using tests::fabric_processes::kind_of_error;
+using tests::fabric_processes::make_model;
+using tests::fabric_processes::reader_process;
 using weightwire::deadline;
+using exported_memory = tests::fabric_processes::exported;
 
 constexpr std::uint64_t ucx_model_bytes = 48'000'000;
 
 std::vector<std::byte> ucx_model(std::uint64_t seed) {
-    std::mt19937_64 random{seed};
     std::vector<std::byte> made(ucx_model_bytes);
-    for (std::size_t i = 0; i + 8 <= made.size(); i += 8) {
-        const auto word = random();
-        std::memcpy(made.data() + i, &word, 8);
-    }
+    make_model(made.data(), made.size(), seed);
     return made;
 }
-
-/// How a reader finds what an owner process holds.
-struct ucx_exported {
-    std::string address{};
-    std::string handle{};
-};
 
 /// Puts a process into a network of its own, which it also sees under /sys, where UCX looks.
 void leave_network() {
@@ -119,7 +113,7 @@ public:
     }
     [[nodiscard]] tests::forked& process() noexcept { return process_; }
 
-    ucx_exported exported{};
+    exported_memory exported{};
 
 private:
     tests::forked process_;
@@ -128,7 +122,7 @@ private:
 /// What a worker rank has open, and whether a round brings the model.
 class reading {
 public:
-    reading(ucx::fabric::reader& reader, const ucx_exported& from, deadline until)
+    reading(ucx::fabric::reader& reader, const exported_memory& from, deadline until)
         : reader_{reader},
           connection_{reader.connect(from.address, until, {})},
           memory_{reader.open(connection_, from.handle, ucx_model_bytes, until, {})},
@@ -167,30 +161,6 @@ private:
     std::vector<std::byte> to_;
     ucx::fabric::read read_;
 };
-
-/// Which error `body` ends with, and whether it came in time.
-template <class Body>
-std::string kind_of_error(Body body) {
-    const auto begin = clock_type::now();
-    std::string kind = "none";
-    try {
-        body();
-    } catch (const weightwire::error& failed) {
-        kind = failed.kind();
-    }
-    return clock_type::now() - begin < 20s ? kind : kind + ", late";
-}
-
-/// Runs `body` in a process of its own and gives the text that it leaves; UCX is never used in this
-/// one, which forks again.
-template <class Body>
-tests::forked reader_process(Body body) {
-    return tests::forked{[body = std::move(body)](tests::channel& parent) mutable {
-        parent.put_text(body(parent));
-    }};
-}
-
-deadline in_a_minute() { return deadline::after(60s); }
 
 }  // namespace
 
@@ -354,7 +324,7 @@ TEST_CASE("ucx: between two networks joined by a virtual pair, also when the cab
     auto worker = tests::forked{[](tests::channel& parent) {
         leave_network();
         parent.put('n');
-        const ucx_exported from{.address = parent.take_string(), .handle = parent.take_string()};
+        const exported_memory from{.address = parent.take_string(), .handle = parent.take_string()};
         await_cable("wwb");
         ucx::fabric::reader reader{0};
         const auto model = ucx_model(6);
