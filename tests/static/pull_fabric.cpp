@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <variant>
 
+#include <weightwire/backends/sharded_pull/backend.hpp>
+#include <weightwire/concepts/transport.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
 #include <weightwire/fabrics/shared_memory_fabric.hpp>
 
@@ -131,6 +133,42 @@ struct throwing_service : good::owner {
 static_assert(HasFabricService<serving_owner> && HasFabricReadiness<serving_owner>);
 static_assert(!HasFabricService<good::owner> && !HasFabricReadiness<good::owner>);
 static_assert(!HasFabricService<throwing_service>);
+
+struct resting_reader : good::reader {
+    using good::reader::reader;
+    void come_to_rest() noexcept {}
+};
+struct rest_may_throw : good::reader {
+    using good::reader::reader;
+    void come_to_rest() {}
+};
+static_assert(HasFabricRest<resting_reader>);
+static_assert(!HasFabricRest<good::reader> && !HasFabricRest<rest_may_throw>);
+
+/// A fabric with one within a node, each of the kinds of memory that are said.
+template <bool Host, bool Device, bool NodeHost, bool NodeDevice, bool Across = true,
+          bool InPlace = false>
+struct crossing : good {
+    static constexpr fabric_capabilities capabilities{.host_memory = Host,
+                                                      .device_memory = Device,
+                                                      .across_machines = Across,
+                                                      .in_place = InPlace};
+    struct within_node : good {
+        static constexpr fabric_capabilities capabilities{.host_memory = NodeHost,
+                                                          .device_memory = NodeDevice};
+    };
+};
+static_assert(HasWithinNode<crossing<true, false, true, false>>);
+static_assert(HasWithinNode<crossing<false, true, false, true>>);
+static_assert(HasWithinNode<crossing<true, true, true, true>>);
+static_assert(!HasWithinNode<good>);
+static_assert(!HasWithinNode<crossing<false, true, true, false>>);  // it fills no device memory
+static_assert(!HasWithinNode<crossing<true, true, false, true>>);   // nor this host memory
+static_assert(!HasWithinNode<crossing<true, false, true, false, false>>);       // within machines
+static_assert(!HasWithinNode<crossing<true, false, true, false, true, true>>);  // nothing packed
+
+static_assert(HasReopen<sharded_pull::basic_receiver<shm::fabric>>);
+static_assert(!HasReopen<good::reader>);
 
 static_assert(std::is_nothrow_move_constructible_v<shm::fabric::arena> &&
               !std::is_copy_constructible_v<shm::fabric::arena>);

@@ -469,15 +469,13 @@ private:
 static_assert(weightwire::nccl::PairMachinery<host_pairs>);
 
 /// Few peers, and short times, so that tests see their ends.
-struct short_times : weightwire::nccl::pull_options {
-    short_times() {
-        most_peers = 6;
-        landing_bytes = std::uint64_t{4} << 20U;
-        linger = std::chrono::milliseconds{50};
-        join_time = std::chrono::seconds{3};
-        send_time = std::chrono::seconds{2};
-        abort_time = std::chrono::seconds{1};
-    }
+struct short_times {
+    static constexpr weightwire::nccl::pull_options value{.most_peers = 6,
+                                                          .landing_bytes = std::uint64_t{4} << 20U,
+                                                          .linger = std::chrono::milliseconds{50},
+                                                          .join_time = std::chrono::seconds{3},
+                                                          .send_time = std::chrono::seconds{2},
+                                                          .abort_time = std::chrono::seconds{1}};
 };
 
 /// The fabric over it.

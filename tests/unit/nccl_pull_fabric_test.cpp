@@ -575,12 +575,14 @@ TEST_CASE("nccl pull: one communicator too many is refused on either side, and U
 }
 
 /// Two communicators fit beside what a side has of its own; a third does not.
-struct tight_memory : tests::short_times {
-    tight_memory() {
-        landing_bytes = std::uint64_t{1} << 20U;
-        pair_bytes = 2 * world::pair_bytes;  // both ends are in this process
-        device_bytes = landing_bytes + 2 * pair_bytes + pair_bytes / 2;
-    }
+struct tight_memory {
+    static constexpr nccl::pull_options value = [] {
+        auto made = tests::short_times::value;
+        made.landing_bytes = std::uint64_t{1} << 20U;
+        made.pair_bytes = 2 * world::pair_bytes;  // both ends are in this process
+        made.device_bytes = made.landing_bytes + 2 * made.pair_bytes + made.pair_bytes / 2;
+        return made;
+    }();
 };
 
 TEST_CASE("nccl pull: communicators count in the budget of device memory, on either side") {
@@ -607,8 +609,9 @@ TEST_CASE("nccl pull: communicators count in the budget of device memory, on eit
     CHECK(has(said, "unsupported"));
     CHECK(has(said, "pull_options::device_bytes"));
     CHECK(has(said, "UCX"));
-    CHECK(has(message_of([&] { static_cast<void>(owner.allocate(tight_memory{}.device_bytes)); }),
-              "pull_options::device_bytes"));
+    CHECK(has(
+        message_of([&] { static_cast<void>(owner.allocate(tight_memory::value.device_bytes)); }),
+        "pull_options::device_bytes"));
     for (const auto until = soon(); owner.pair_count() > 2 && !until.expired();) {
         std::this_thread::sleep_for(1ms);
     }
@@ -616,7 +619,7 @@ TEST_CASE("nccl pull: communicators count in the budget of device memory, on eit
     std::vector<std::unique_ptr<narrow::owner>> owners;
     narrow::reader one{0};
     said.clear();
-    while (!has(said, "would take") && owners.size() < tight_memory{}.most_peers) {
+    while (!has(said, "would take") && owners.size() < tight_memory::value.most_peers) {
         owners.push_back(std::make_unique<narrow::owner>(0));
         said =
             message_of([&] { ways.push_back(one.connect(owners.back()->address(), soon(), {})); });

@@ -4,6 +4,7 @@
 // hear of it, a receiver that is lied to, and whole rounds in one process.
 
 #include <doctest/doctest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
@@ -565,8 +566,10 @@ TEST_CASE("sharded_pull: a node peer that is gone before all have come is waited
     two.land(1);
     CHECK(two.landings(1)[0].worker == 0);
     CHECK(two.landings(1)[0].bytes == 0);
+    CHECK(two.of(0, frame_kind::row).empty());
     two.report(0);  // another process
-    CHECK(wire::decode_worker_route(two.of(0, frame_kind::row)[1], one_owner()).shared.empty());
+    REQUIRE(two.of(0, frame_kind::row).size() == 1);
+    CHECK(wire::decode_worker_route(two.of(0, frame_kind::row)[0], one_owner()).shared.empty());
 }
 
 TEST_CASE("sharded_pull: workers without a node's name share nothing") {
@@ -649,17 +652,22 @@ struct scripted_owner {
     std::vector<std::pair<frame_kind, pull::chunk_body>> lines{};
     std::vector<wire::worker_landing> peers{};
     int alone = 0;  ///< how often the worker has asked to be alone
+    std::uint64_t number = 77;
+    std::vector<bool> shows{};         ///< of each init: it still has what it has shown
+    std::vector<std::string> shown{};  ///< its landing memory, of each init
 
-    [[nodiscard]] std::uint64_t nonce() const { return 77; }
+    [[nodiscard]] std::uint64_t nonce() const { return number; }
     void on_hello(const pull::owner_desk::connection&, const pull::hello_body&) {}
     void on_gone(const pull::owner_desk::connection&) noexcept {}
     void on_frame(const pull::owner_desk::connection& from, const pull::frame& got) {
         if (got.kind == frame_kind::needs) {
             const auto said = wire::decode_worker_needs(got.body, 2);
             alone += said.alone ? 1 : 0;
+            shows.push_back(said.shows);
             auto row = said.alone ? alone_row() : routes_of(2).of(0);
             from->send(frame_kind::row, wire::encode(row));
         } else if (got.kind == frame_kind::landing) {
+            shown.emplace_back(got.body);
             from->send(frame_kind::landings, wire::encode(peers));
         } else if (got.kind == frame_kind::part) {
             const auto part = wire::decode_owner_part(got.body, 2);
@@ -774,6 +782,42 @@ TEST_CASE("sharded_pull: a receiver reads landing memory only where the plan and
     CHECK(after({{frame_kind::released, body}}).find("not landed") != std::string::npos);
     CHECK(after({{frame_kind::published, body}, {frame_kind::published, body}}).find("twice") !=
           std::string::npos);
+}
+
+namespace {
+
+/// The memory file of this process that a handle of shared memory names: its second number.
+ino_t inode_of(const wire::worker_landing& shown) {
+    const auto begin = shown.handle.find(' ') + 1;
+    const auto number = shown.handle.substr(begin, shown.handle.find(' ', begin) - begin);
+    struct stat about {};
+    REQUIRE(::stat(("/proc/self/fd/" + number).c_str(), &about) == 0);
+    return about.st_ino;
+}
+
+}  // namespace
+
+TEST_CASE("sharded_pull: a worker shows one trainer the same landing memory, another one other") {
+    deceived ends;
+    ends.open();
+    ends.open();
+    ends.receiver.release();
+    ends.open();
+    CHECK(ends.liar.shows == std::vector<bool>{false, true, true});
+    REQUIRE(ends.liar.shown.size() == 3);
+    CHECK(ends.liar.shown[1] == ends.liar.shown[0]);
+    CHECK(ends.liar.shown[2] == ends.liar.shown[0]);
+    // A node peer has it open, and may still read what was landed for that trainer.
+    const auto first = wire::decode_worker_landings(ends.liar.shown[0], 2).at(0);
+    shm::fabric::reader peer;
+    auto way = peer.connect(first.address, soon(), {});
+    const auto opened = peer.open(way, first.handle, first.bytes, soon(), {});
+    const auto file = inode_of(first);
+    ends.liar.number = 78;
+    ends.open();
+    REQUIRE(ends.liar.shown.size() == 4);
+    CHECK(!ends.liar.shows[3]);
+    CHECK(inode_of(wire::decode_worker_landings(ends.liar.shown[3], 2).at(0)) != file);
 }
 
 TEST_CASE("sharded_pull: a worker that cannot open a node peer's memory asks for a row alone") {

@@ -262,6 +262,12 @@ concept HasTableBytes = requires(const Receiver& receiver) {
     { receiver.table_bytes() } noexcept -> std::convertible_to<std::uint64_t>;
 };
 
+/// Optional: `Receiver::reopens` is true: after `release` it may be opened again, and keeps what
+/// makes that better. A worker then keeps it between two inits that give it the same place in the
+/// group; without it every init has a receiver of its own.
+template <class Receiver>
+concept HasReopen = requires { requires bool{Receiver::reopens}; };
+
 /// `release() noexcept`: lets go of everything of the peer's.
 template <class Tag>
 concept HasReceiverRelease = requires(typename backend_traits<Tag>::receiver& receiver) {

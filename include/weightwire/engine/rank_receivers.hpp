@@ -32,7 +32,8 @@ public:
     /// @param tag given to receivers that take one.
     /// @param devices one a rank.
     /// @param rank_offset global rank of the first.
-    rank_receivers(const Tag& tag, std::span<const int> devices, int rank_offset, int world_size) {
+    rank_receivers(const Tag& tag, std::span<const int> devices, int rank_offset, int world_size)
+        : rank_offset_{rank_offset}, world_size_{world_size} {
         for (std::size_t i = 0; i < devices.size(); ++i) {
             const auto local = static_cast<int>(i);
             const receiver_context context{.local_rank = local,
@@ -111,10 +112,16 @@ public:
         }
     }
 
+    /// Whether they were made for these places in the group.
+    [[nodiscard]] bool is_for(int rank_offset, int world_size) const noexcept {
+        return rank_offset == rank_offset_ && world_size == world_size_;
+    }
     [[nodiscard]] receiver& operator[](std::size_t rank) noexcept { return receivers_[rank]; }
 
 private:
     std::deque<receiver> receivers_;  // receivers need not be movable
+    int rank_offset_;
+    int world_size_;
 };
 
 }  // namespace weightwire::detail

@@ -96,13 +96,19 @@ public:
     // Receivers.
 
     [[nodiscard]] bool open() const noexcept { return receivers_ != nullptr; }
-    /// Makes and opens a receiver for every rank, once the old ones are gone. `with` may be gone
+    /// Opens a receiver for every rank, once the old ones are let go of; makes them unless they may
+    /// be opened again and have the same places. `with` may be gone
     /// afterwards, its manifest not before `release`.
     /// @throws what a receiver throws; none is open then.
     void open(const transport_open& with, int rank_offset, int world_size, deadline until,
               turn& mine) {
         release();
-        receivers_ = std::make_unique<receivers>(tag_, devices_, rank_offset, world_size);
+        if (rested_ != nullptr && rested_->is_for(rank_offset, world_size)) {
+            receivers_ = std::move(rested_);
+        } else {
+            rested_.reset();  // first: both may not fit
+            receivers_ = std::make_unique<receivers>(tag_, devices_, rank_offset, world_size);
+        }
         try {
             receivers_->open(crew_, with, own_, until, mine.stop_source());
         } catch (...) {
@@ -130,6 +136,9 @@ public:
         if (receivers_ != nullptr) {
             receivers_->release(crew_);
             lost_ = lost_ || receivers_->lost();
+            if constexpr (HasReopen<receiver>) {
+                rested_ = std::move(receivers_);
+            }
             receivers_.reset();
         }
     }
@@ -398,6 +407,7 @@ private:
     std::deque<rank_state> ranks_;
     std::vector<int> devices_;              ///< of each rank's receiver
     std::unique_ptr<receivers> receivers_;  ///< of the trainer that is here; none between two
+    std::unique_ptr<receivers> rested_;     ///< between two, of those that may be opened again
     std::vector<const manifest*> own_;      ///< of a `sharded` transport, what each sink holds
     std::deque<session_list> lists_;        ///< one a rank, or one for all
     std::shared_ptr<const wire::vllm_update_request> placed_;  ///< `positions` belong to it

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <stop_token>
@@ -80,6 +81,37 @@ private:
         return named;
     }
 
+    /// Arenas of this process, which are not opened like those of others: who has one open here
+    /// keeps it alive. Thread-safe.
+    class own_arenas {
+    public:
+        static void add(const std::shared_ptr<const gpu::device_buffer>& made) {
+            auto& all = instance();
+            const std::lock_guard lock{all.mutex_};
+            std::erase_if(all.known_, [](const auto& each) { return each.expired(); });
+            all.known_.push_back(made);
+        }
+        /// Null where there is no such arena, or none any more.
+        [[nodiscard]] static std::shared_ptr<const gpu::device_buffer> at(const std::byte* data) {
+            auto& all = instance();
+            const std::lock_guard lock{all.mutex_};
+            for (const auto& each : all.known_) {
+                if (auto found = each.lock(); found != nullptr && found->data() == data) {
+                    return found;
+                }
+            }
+            return nullptr;
+        }
+
+    private:
+        [[nodiscard]] static own_arenas& instance() {
+            static own_arenas all;
+            return all;
+        }
+        std::mutex mutex_;
+        std::vector<std::weak_ptr<const gpu::device_buffer>> known_;
+    };
+
     /// At first without a pause, as most work takes well under a millisecond.
     static void poll(const gpu::event& point, deadline until, const std::stop_token& stop) {
         constexpr std::chrono::microseconds impatient{200};
@@ -99,22 +131,29 @@ public:
     class arena {
     public:
         arena() noexcept = default;
-        arena(int device, std::uint64_t bytes) : memory_{device, static_cast<std::size_t>(bytes)} {
-            auto made = gpu::export_of(memory_.data(), memory_.size());
+        arena(int device, std::uint64_t bytes)
+            : memory_{std::make_shared<const gpu::device_buffer>(device,
+                                                                 static_cast<std::size_t>(bytes))} {
+            auto made = gpu::export_of(memory_->data(), memory_->size());
             if (const auto* const why = std::get_if<std::string>(&made)) {
                 throw resource_error{"the arena cannot be exported: " + *why,
                                      {.phase = phase::init}};
             }
             exported_ = std::move(std::get<gpu::ipc_export>(made));
+            own_arenas::add(memory_);
         }
-        [[nodiscard]] std::byte* data() const noexcept { return memory_.data(); }
-        [[nodiscard]] std::uint64_t size() const noexcept { return memory_.size(); }
+        [[nodiscard]] std::byte* data() const noexcept {
+            return memory_ != nullptr ? memory_->data() : nullptr;
+        }
+        [[nodiscard]] std::uint64_t size() const noexcept {
+            return memory_ != nullptr ? memory_->size() : 0;
+        }
         [[nodiscard]] fabric_export exported() const {
-            return told(exported_, reinterpret_cast<std::uint64_t>(memory_.data()));
+            return told(exported_, reinterpret_cast<std::uint64_t>(data()));
         }
 
     private:
-        gpu::device_buffer memory_;
+        std::shared_ptr<const gpu::device_buffer> memory_;
         gpu::ipc_export exported_;
     };
 
@@ -195,7 +234,8 @@ public:
 
     using connection = shm::node_connection;
 
-    /// One allocation of it, mapped. Stays readable when its owner has died.
+    /// One allocation of it, mapped. Stays readable when its owner has died; an arena also when its
+    /// owner is of this process and is gone.
     class memory {
     public:
         [[nodiscard]] std::uint64_t size() const noexcept { return mapping_.size(); }
@@ -203,7 +243,9 @@ public:
 
     private:
         friend class reader;
-        explicit memory(gpu::ipc_mapping&& from) noexcept : mapping_{std::move(from)} {}
+        explicit memory(gpu::ipc_mapping&& from)
+            : arena_{own_arenas::at(from.data())}, mapping_{std::move(from)} {}
+        std::shared_ptr<const gpu::device_buffer> arena_;
         gpu::ipc_mapping mapping_;
     };
 

@@ -23,7 +23,7 @@
 ///   still has the landing memory that it has shown this trainer before, else 0; then its needs
 ///   report, from the `W P 1 N` on.
 /// - `L` landings: count, of each worker (ascending), address, handle, bytes. 0 bytes, with empty
-///   texts: the worker has none.
+///   texts: the worker has none; where it is the one that is told, not that which it had shown.
 
 namespace weightwire::wire {
 

@@ -3,12 +3,10 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 
-#include <weightwire/backends/sharded_pull/landing_memory.hpp>
 #include <weightwire/concepts/transport.hpp>
 #include <weightwire/core/error.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
@@ -60,19 +58,16 @@ struct basic_backend {
     loader_function loader{};
     /// Empty: not called.
     traffic_function on_traffic{};
-    /// Name of the node: ranks with equal names reach each other's shared memory. Empty: the
+    /// Name of the node: ranks with equal names reach each other's memory. Empty: the
     /// machine's boot id. A name of its own keeps a worker from taking and giving within its node.
     std::string node{};
     /// Where the trainer has it take bytes for its node (a fabric with `within_node`): memory of
     /// this rank in which they land and node peers read them. As many chunks as fit are on their
-    /// way at once; at least one is. Kept for the trainer's next init, until the engine's end.
+    /// way at once; at least one is. Kept while the rank may come back to the same trainer: until
+    /// another trainer's init, or the engine's end.
     std::uint64_t landing_bytes = std::uint64_t{128} << 20U;
     /// Empty: not called.
     node_traffic_function on_node_traffic{};
-    /// Not for users: where ranks leave that memory between two inits of one trainer. Copies of a
-    /// tag share it.
-    std::shared_ptr<landing_shelf<typename detail::within_node<Fabric>::type>> shelf =
-        std::make_shared<landing_shelf<typename detail::within_node<Fabric>::type>>();
 };
 
 /// What is wrong with the name of a node, in words; empty when nothing is.

@@ -64,6 +64,7 @@ public:
         if (kept && kept->arena.size() == slots * slot_bytes) {
             own_ = std::move(*kept);
         } else {
+            kept.reset();  // first: both may not fit
             own_.owner = std::make_unique<typename Node::owner>(device);
             own_.arena = own_.owner->allocate(slots * slot_bytes);
         }
@@ -98,12 +99,11 @@ public:
     /// Bytes of the landing memory.
     [[nodiscard]] std::uint64_t size() const noexcept { return own_.arena.size(); }
     /// The landing memory, for the next init; nothing where there is none. Ends the use of this.
-    [[nodiscard]] std::optional<kept_memory> leave(std::uint64_t trainer, int rank) noexcept {
+    [[nodiscard]] std::optional<kept_memory> leave(std::uint64_t trainer) noexcept {
         if (own_.owner == nullptr) {
             return std::nullopt;
         }
         own_.trainer = trainer;
-        own_.rank = rank;
         return std::move(own_);
     }
     [[nodiscard]] std::span<occupant> slots() noexcept { return slots_; }

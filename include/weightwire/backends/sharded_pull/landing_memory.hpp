@@ -1,19 +1,13 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <utility>
-#include <vector>
 
 #include <weightwire/fabrics/pull_fabric.hpp>
 
 /// @file
-/// The memory in which a worker rank lands chunks for its node, and where it lies between two inits
-/// of one trainer.
+/// The memory in which a worker rank lands chunks for its node.
 
 namespace weightwire::sharded_pull {
 
@@ -32,45 +26,15 @@ struct within_node<Fabric> {
 }  // namespace detail
 
 /// Of one worker rank, as its node peers have it open.
+///
+/// It is kept between two inits of one trainer: the node peers, who may not have been let go of,
+/// read it as before, and that trainer begins a round only when nobody that may still commit the
+/// last one reads any more. Another trainer, which knows nothing of that, gets other memory.
 template <PullFabric Node>
 struct landing_memory {
     std::uint64_t trainer = 0;  ///< rank 0's nonce, of the trainer that it was shown to
-    int rank = 0;               ///< in the transfer group
     std::unique_ptr<typename Node::owner> owner{};
     typename Node::arena arena{};
-};
-
-/// Where ranks leave their landing memory when a trainer that may come back lets go of them. Their
-/// node peers, who were not let go of, have it open; a trainer's next round begins when nobody that
-/// may commit the last one reads it any more. Not so another trainer's, which gets other memory.
-/// Thread-safe.
-template <PullFabric Node>
-class landing_shelf {
-public:
-    using memory = landing_memory<Node>;
-
-    void put(memory&& left) noexcept {
-        const std::lock_guard lock{mutex_};
-        try {
-            kept_.push_back(std::move(left));
-        } catch (...) {  // NOLINT(bugprone-empty-catch): it is made anew then
-        }
-    }
-    /// What the rank left for this trainer; what it left for another is freed.
-    [[nodiscard]] std::optional<memory> take(std::uint64_t trainer, int rank) {
-        const std::lock_guard lock{mutex_};
-        const auto found = std::ranges::find(kept_, rank, &memory::rank);
-        if (found == kept_.end()) {
-            return std::nullopt;
-        }
-        auto made = std::move(*found);
-        kept_.erase(found);
-        return made.trainer == trainer ? std::optional{std::move(made)} : std::nullopt;
-    }
-
-private:
-    std::mutex mutex_;
-    std::vector<memory> kept_;
 };
 
 }  // namespace weightwire::sharded_pull

@@ -262,6 +262,7 @@ public:
             reader.link->refuse(
                 {.kind = "session", .text = "another connection of this worker rank has come"});
             leave(from->worker_rank(), reader);
+            leave_routes(from->worker_rank());
         }
         reader.link = from;
         reader.hash.reset();

@@ -50,7 +50,7 @@ public:
     using tag = basic_backend<Fabric>;
 
     basic_receiver(const receiver_context& context, const tag& chosen)
-        : context_{context}, chosen_{chosen}, fabric_{context.device} {}
+        : context_{context}, chosen_{chosen} {}
     explicit basic_receiver(const receiver_context& context) : basic_receiver{context, {}} {}
     basic_receiver(const basic_receiver&) = delete;
     basic_receiver& operator=(const basic_receiver&) = delete;
@@ -72,8 +72,12 @@ public:
     void receive(const update_message& message, update_target& target, deadline until,
                  std::stop_token stop);
 
-    /// Lets go of everything of the trainer's.
+    /// Lets go of everything of the trainer's. What it landed in it keeps, until another trainer's
+    /// init. May wait for aborts as long as the fabric bounds them (`HasFabricRest`; over NCCL
+    /// `pull_options::abort_time`).
     void release() noexcept;
+    /// May be opened again after it.
+    static constexpr bool reopens = true;
     /// Whether a read could not be ended, and may write at any later time.
     [[nodiscard]] bool lost() const noexcept {
         if constexpr (HasFabricLoss<typename node::reader>) {
@@ -82,9 +86,9 @@ public:
             }
         }
         if constexpr (HasFabricLoss<typename Fabric::reader>) {
-            return fabric_.lost();
+            return lost_ || (fabric_ && fabric_->lost());
         } else {
-            return false;
+            return lost_;
         }
     }
 
@@ -209,7 +213,7 @@ private:
 
     receiver_context context_;
     tag chosen_;
-    typename Fabric::reader fabric_;
+    std::optional<typename Fabric::reader> fabric_;  ///< while open
     const manifest* parameters_ = nullptr;
     const manifest* destinations_ = nullptr;
     std::uint64_t chunk_bytes_ = 0;  ///< most that a chunk may have
@@ -217,7 +221,8 @@ private:
     transport_message message_;
     plan::worker_plan plan_;
     std::optional<node_landing<node>> node_;    ///< where the plan shares something with node peers
-    std::optional<landing_memory<node>> kept_;  ///< what it landed in before, during an init
+    std::optional<landing_memory<node>> kept_;  ///< what it landed in before; not while open
+    bool lost_ = false;                         ///< before the last release
     std::string alone_;                         ///< why it shares nothing, where it might
     std::deque<owner_link> owners_;
     std::vector<unit> units_;

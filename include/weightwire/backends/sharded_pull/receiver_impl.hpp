@@ -218,7 +218,7 @@ void basic_receiver<Fabric>::add_read(const unit& what, read_table& table) {
                                      .offset = 0,
                                      .to = node_->data() + what.landing * slot_bytes_,
                                      .bytes = whole};
-        table.reads.push_back(fabric_.prepare(std::span{&run, 1}));
+        table.reads.push_back(fabric_->prepare(std::span{&run, 1}));
     } else {
         const auto list = runs_of<memory>(
             what, table, !Fabric::capabilities.in_place,
@@ -228,7 +228,7 @@ void basic_receiver<Fabric>::add_read(const unit& what, read_table& table) {
                                      : std::pair{&*link.arena, packed};
             });
         count(list);
-        table.reads.push_back(fabric_.prepare(list.runs()));
+        table.reads.push_back(fabric_->prepare(list.runs()));
     }
     table.bytes.push_back(bytes);
 }
@@ -238,7 +238,7 @@ template <PullFabric Fabric>
 void basic_receiver<Fabric>::start_units(receiving& at) {
     while (at.next < order_.size() && active_.size() < most_active) {
         const auto index = order_[at.next++];
-        fabric_.start(at.table.reads[index], 0);
+        fabric_->start(at.table.reads[index], 0);
         active_.push_back({.index = index, .published = {}, .in_node = false});
     }
 }
@@ -248,7 +248,7 @@ void basic_receiver<Fabric>::finish_units(receiving& at) {
     for (std::size_t i = 0; i < active_.size();) {
         const auto done = active_[i];
         if (done.in_node ? node_->reader().done(at.table.node_reads[done.index])
-                         : fabric_.done(at.table.reads[done.index])) {
+                         : fabric_->done(at.table.reads[done.index])) {
             active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
             if (units_[done.index].by == way::landed && !done.in_node) {
                 finish_landing(done, at);
@@ -378,7 +378,7 @@ void basic_receiver<Fabric>::take_published(owner_link& link, const chunk_body& 
         start_landing(index, what, at);
         return;
     }
-    fabric_.start(at.table.reads[index], what.slot * slot_bytes_);
+    fabric_->start(at.table.reads[index], what.slot * slot_bytes_);
     active_.push_back({.index = index, .published = what, .in_node = false});
 }
 
@@ -402,7 +402,7 @@ void basic_receiver<Fabric>::cancel_active() noexcept {
         if (active_table_ != nullptr && each.in_node) {
             node_->reader().cancel(active_table_->node_reads[each.index]);
         } else if (active_table_ != nullptr) {
-            fabric_.cancel(active_table_->reads[each.index]);
+            fabric_->cancel(active_table_->reads[each.index]);
         }
     }
     active_.clear();

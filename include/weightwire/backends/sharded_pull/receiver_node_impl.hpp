@@ -30,7 +30,9 @@ void basic_receiver<Fabric>::find_plan(frame_socket& first, const plan::ownershi
         .node = chosen_.node.empty() ? weightwire::detail::boot_id() : chosen_.node,
         .alone = false,
         .report = needs.report()};
-    kept_ = chosen_.shelf->take(message_.ranks.front().nonce, context_.global_rank);
+    if (kept_ && kept_->trainer != message_.ranks.front().nonce) {
+        kept_.reset();
+    }
     said.shows = kept_.has_value();
     for (;;) {
         send_frame(first, frame_kind::needs, wire::encode(said), until, stop, where);
@@ -49,9 +51,11 @@ void basic_receiver<Fabric>::find_plan(frame_socket& first, const plan::ownershi
                 where};
         }
         if (!shares) {
+            kept_.reset();
             return;
         }
         alone_ = meet_peers(first, until, stop);
+        kept_.reset();
         if (alone_.empty()) {
             return;
         }
@@ -102,7 +106,7 @@ std::string basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline unt
     const auto workers = static_cast<std::size_t>(std::max(context_.world_size - 1, 1));
     for (const auto& each : wire::decode_worker_landings(answer.body, workers)) {
         if (each.worker == plan_.worker()) {
-            return "its node peers have opened other memory of it";
+            return "its node peers have opened other memory of it, or none";
         }
         if (each.bytes == 0) {
             continue;
@@ -154,7 +158,7 @@ void basic_receiver<Fabric>::start_landing(std::size_t index, const chunk_body& 
         return;
     }
     place = {.unit = index, .used = true, .landed = false};
-    fabric_.start(at.table.reads[index], what.slot * slot_bytes_);
+    fabric_->start(at.table.reads[index], what.slot * slot_bytes_);
     active_.push_back({.index = index, .published = what, .in_node = false});
 }
 

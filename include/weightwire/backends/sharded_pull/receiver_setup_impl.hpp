@@ -39,6 +39,7 @@ template <PullFabric Fabric>
 void basic_receiver<Fabric>::open(const transport_open& init, deadline until,
                                   const std::stop_token& stop) {
     release();
+    fabric_.emplace(context_.device);
     const auto context = at_phase(phase::init);
     weightwire::detail::check_time(until, stop, [&] { return context; });
     if (init.parameters == nullptr || init.destinations == nullptr || init.transport.empty()) {
@@ -198,7 +199,7 @@ void basic_receiver<Fabric>::open_memories(owner_link& link, deadline until,
                                            const std::stop_token& stop) {
     const auto& exported = message_.ranks[static_cast<std::size_t>(link.rank)];
     const auto where = at_phase(phase::init, link.rank);
-    link.connection.emplace(fabric_.connect(exported.fabric_address, until, stop));
+    link.connection.emplace(fabric_->connect(exported.fabric_address, until, stop));
     link.memory_of.assign(exported.memories.size(), nullptr);
     for (const auto& each : units_) {
         if (!each.in_place || &owners_[each.owner] != &link) {
@@ -213,7 +214,7 @@ void basic_receiver<Fabric>::open_memories(owner_link& link, deadline until,
             if (opened == nullptr) {
                 const auto& named = exported.memories[place.memory];
                 link.memories.push_back(
-                    fabric_.open(*link.connection, named.handle, named.bytes, until, stop));
+                    fabric_->open(*link.connection, named.handle, named.bytes, until, stop));
                 opened = &link.memories.back();
             }
             const auto bytes = (*parameters_)[position].byte_size();
@@ -234,8 +235,8 @@ void basic_receiver<Fabric>::open_memories(owner_link& link, deadline until,
                 "them in",
                 where};
         }
-        link.arena.emplace(fabric_.open(*link.connection, exported.arena->handle,
-                                        exported.arena->bytes, until, stop));
+        link.arena.emplace(fabric_->open(*link.connection, exported.arena->handle,
+                                         exported.arena->bytes, until, stop));
     }
 }
 
@@ -260,13 +261,17 @@ template <PullFabric Fabric>
 void basic_receiver<Fabric>::release() noexcept {
     cancel_active();
     if constexpr (HasFabricRest<typename Fabric::reader>) {
-        fabric_.come_to_rest();
+        if (fabric_) {
+            fabric_->come_to_rest();
+        }
     }
-    if (lost()) {
+    lost_ = lost();
+    if (lost_) {
         // Freeing what the device may still use would wait for it: left to the end of the process.
         static_cast<void>(new auto(std::move(tables_)));
         static_cast<void>(new auto(std::move(owners_)));
         static_cast<void>(new auto(std::move(node_)));
+        static_cast<void>(new auto(std::exchange(kept_, std::nullopt)));
     }
     tables_.clear();
     active_table_ = nullptr;
@@ -278,14 +283,11 @@ void basic_receiver<Fabric>::release() noexcept {
     traffic_.clear();
     node_traffic_.clear();
     owners_.clear();
-    if (node_ && !kept_) {
-        kept_ = node_->leave(message_.ranks.front().nonce, context_.global_rank);
+    if (node_) {
+        kept_ = node_->leave(message_.ranks.front().nonce);
     }
     node_.reset();
-    if (kept_) {
-        chosen_.shelf->put(std::move(*kept_));
-        kept_.reset();
-    }
+    fabric_.reset();
     alone_.clear();
     plan_ = {};
     message_ = {};
@@ -316,7 +318,7 @@ std::string basic_receiver<Fabric>::description() const {
         text += "; nothing is taken once for the node, because of: " + alone_;
     }
     if constexpr (HasFabricRemark<typename Fabric::reader>) {
-        text += "; " + std::string{fabric_.remark()};
+        text += fabric_ ? "; " + std::string{fabric_->remark()} : std::string{};
     }
     return text;
 }

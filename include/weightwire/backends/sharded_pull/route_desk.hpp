@@ -32,7 +32,8 @@ namespace weightwire::sharded_pull {
 /// A worker that comes back with the memory that its node peers have opened goes on as before. One
 /// that has other memory, since its process is another, gets a row for itself alone, in which it
 /// takes nothing for its node, and owners then serve its node peers directly. That lasts until the
-/// trainer's next init, as does a row for a worker that cannot open the memory of a node peer.
+/// trainer's next init, as does a row for a worker that cannot open the memory of a node peer, such
+/// as of one that has died and is not back yet.
 class route_desk {
 public:
     /// From now on workers' needs are taken, until all `workers` have come.
@@ -76,7 +77,9 @@ public:
                                     [](const worker& w) { return w.needs.has_value(); })) {
                 route_all();
                 for (std::size_t w = 0; w < workers_.size(); ++w) {
-                    say(w, frame_kind::row, wire::encode(workers_[w].row));
+                    if (!workers_[w].gone) {  // who comes back says its needs again
+                        say(w, frame_kind::row, wire::encode(workers_[w].row));
+                    }
                 }
             }
             return;

@@ -5,6 +5,7 @@
 
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/fabrics/nccl/pair_machinery.hpp>
+#include <weightwire/fabrics/nccl/pull_options.hpp>
 #include <weightwire/fabrics/nccl/pull_owner.hpp>
 #include <weightwire/fabrics/nccl/pull_reader.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
@@ -16,8 +17,9 @@ namespace weightwire::nccl {
 
 /// Models `PullFabric` over a machinery; with one that names a `within_node`, `HasWithinNode`.
 /// Options are of the type: both sides are built with one.
-template <PairMachinery M, PullOptions Options = pull_options>
+template <PairMachinery M, PullOptions Options = default_pull_options>
 struct basic_pull_fabric : weightwire::detail::within_node_of<M> {
+    static_assert(fault_of(Options::value).empty(), "pull_options: fault_of() says what is wrong");
     static constexpr std::string_view name = "nccl";
     static constexpr fabric_capabilities capabilities{
         .host_memory = M::near_memory == memory_kind::host,

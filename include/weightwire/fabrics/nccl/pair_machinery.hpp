@@ -1,16 +1,12 @@
 #pragma once
 // SPDX-License-Identifier: Apache-2.0
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include <weightwire/core/tensor.hpp>
@@ -114,81 +110,5 @@ concept HasPairIdentity =
 /// fabric's (`HasWithinNode`).
 template <class M>
 concept PairMachinery = HasPairIdentity<M> && HasPairMemory<M> && HasPairCopies<M> && HasPairs<M>;
-
-/// Choices of a fabric, the same on both sides. A fabric takes them as a type, of which it uses a
-/// default value; other choices are a type derived from this one:
-///
-///     struct few_peers : nccl::pull_options {
-///         few_peers() { most_peers = 8; }
-///     };
-///     using fabric = nccl::basic_pull_fabric<nccl::cuda_pairs, few_peers>;
-///
-/// (A value as the template's argument would be shorter. nvcc 13.0 does not compile what names
-/// such a type.)
-struct pull_options {
-    /// Most channels of a communicator, each a block of the device's and some megabytes of its
-    /// memory: NCCL's `maxCTAs`, with `minCTAs` 1. A power of two, to which NCCL would round it.
-    int channels = 4;
-    /// Communicators that one process holds. More are refused: each costs device memory for good,
-    /// of NCCL 2.28.9 17 MB over sockets and 37 MB over NVLink, where UCX reads any number of
-    /// peers through one context.
-    std::size_t most_peers = 64;
-    /// Device memory that one process may take for this fabric: arenas of an owner or places of a
-    /// reader, and communicators. What an arena or one more communicator would take above it is
-    /// refused. Each communicator counts as the least that one was measured to take.
-    std::uint64_t device_bytes = std::uint64_t{4} << 30U;
-    /// What a communicator counts as before one was measured. The measurement is of the whole
-    /// device, so others may add to it: more than four times this is not believed.
-    std::uint64_t pair_bytes = std::uint64_t{36} << 20U;
-    /// Device memory of a reader where chunks land before they are laid out; at least two chunks.
-    std::uint64_t landing_bytes = std::uint64_t{128} << 20U;
-    /// How long an exchange waits for its last pairs before the next begins beside them.
-    std::chrono::milliseconds linger{100};
-    /// How long an owner gives a reader to join and to try the pair.
-    std::chrono::milliseconds join_time{60'000};
-    /// How long an owner waits for a transfer to end, and more by its size.
-    std::chrono::milliseconds send_time{30'000};
-    /// How long an abort may take before the pair is given up with all it holds.
-    std::chrono::milliseconds abort_time{10'000};
-};
-
-template <class T>
-concept PullOptions = std::derived_from<T, pull_options> && std::default_initializable<T>;
-
-/// What a communicator takes, as far as it can be measured. One thread at a time writes.
-class pair_cost {
-public:
-    explicit pair_cost(const pull_options& options) noexcept
-        : believed_{4 * options.pair_bytes}, bytes_{options.pair_bytes} {}
-    void note(std::uint64_t took) noexcept {
-        if (took != 0 && took <= believed_) {
-            bytes_ = std::exchange(measured_, true) ? std::min(bytes_.load(), took) : took;
-        }
-    }
-    [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
-
-private:
-    std::uint64_t believed_;
-    bool measured_ = false;
-    std::atomic<std::uint64_t> bytes_;
-};
-
-namespace pair_detail {
-
-/// Why a process may not take this much of the device, in words; empty where it may.
-/// @param own arenas or places. @param pairs what is counted for communicators.
-[[nodiscard]] inline std::string fault_of_budget(const pull_options& options, std::uint64_t own,
-                                                 std::uint64_t pairs, std::string_view who,
-                                                 std::string_view own_name) {
-    if (own <= options.device_bytes && pairs <= options.device_bytes - own) {
-        return {};
-    }
-    return std::string{who} + " would take " + std::to_string(own) + " bytes of the device for " +
-           std::string{own_name} + " and " + std::to_string(pairs) +
-           " for communicators of NCCL, and may take " + std::to_string(options.device_bytes) +
-           " (pull_options::device_bytes); read over UCX, which needs no communicators";
-}
-
-}  // namespace pair_detail
 
 }  // namespace weightwire::nccl

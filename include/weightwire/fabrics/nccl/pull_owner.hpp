@@ -23,6 +23,7 @@
 #include <weightwire/fabrics/nccl/interfaces.hpp>
 #include <weightwire/fabrics/nccl/pair_machinery.hpp>
 #include <weightwire/fabrics/nccl/pair_wire.hpp>
+#include <weightwire/fabrics/nccl/pull_options.hpp>
 #include <weightwire/fabrics/nccl/pull_reader.hpp>
 #include <weightwire/fabrics/nccl/pull_server.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
@@ -76,7 +77,7 @@ public:
         const auto* const from = reinterpret_cast<const std::byte*>(words.data());
         machine_.copy_lines(trial.data(), from, trial_bytes, 1, trial_bytes, copies_);
         settle(deadline::after(std::chrono::seconds{30}), {});
-        server_ = std::make_unique<pull_server<M>>(device, Options{}, id_, arenas_);
+        server_ = std::make_unique<pull_server<M>>(device, Options::value, id_, arenas_);
         const char* const wanted = std::getenv("NCCL_SOCKET_IFNAME");
         auto hosts = interface_addresses(wanted != nullptr ? wanted : "");
         hosts.resize(std::min(hosts.size(), pair_detail::most_hosts));
@@ -107,9 +108,9 @@ public:
         if (bytes == 0) {
             throw usage_error{"an arena of no bytes", {.phase = phase::init, .backend = "nccl"}};
         }
-        if (const auto fault = pair_detail::fault_of_budget(
-                Options{}, arenas_->bytes() + bytes,
-                server_ != nullptr ? server_->counted_bytes(0) : 0, "a trainer rank", "arenas");
+        if (const auto fault = fault_of_budget(Options::value, arenas_->bytes() + bytes,
+                                               server_ != nullptr ? server_->counted_bytes(0) : 0,
+                                               "a trainer rank", "arenas");
             !fault.empty()) {
             throw resource_error{fault, {.phase = phase::init, .backend = "nccl"}};
         }

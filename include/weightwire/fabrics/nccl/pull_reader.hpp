@@ -20,6 +20,7 @@
 #include <weightwire/fabrics/nccl/pair_machinery.hpp>
 #include <weightwire/fabrics/nccl/pair_wire.hpp>
 #include <weightwire/fabrics/nccl/pull_exchange.hpp>
+#include <weightwire/fabrics/nccl/pull_options.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
 
 /// @file
@@ -101,7 +102,7 @@ public:
 
     /// @throws unsupported_error there is no such device, or no libnccl. @throws resource_error
     explicit pull_reader(int device = 0)
-        : exchange_{std::make_shared<pull_exchange<M>>(device, Options{})} {}
+        : exchange_{std::make_shared<pull_exchange<M>>(device, Options::value)} {}
     pull_reader(const pull_reader&) = delete;
     pull_reader& operator=(const pull_reader&) = delete;
     /// Waits for the aborts of its pairs, at most `pull_options::abort_time`; what does not

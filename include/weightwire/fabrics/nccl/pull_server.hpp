@@ -31,6 +31,7 @@
 #include <weightwire/fabrics/nccl/ended_pairs.hpp>
 #include <weightwire/fabrics/nccl/pair_machinery.hpp>
 #include <weightwire/fabrics/nccl/pair_wire.hpp>
+#include <weightwire/fabrics/nccl/pull_options.hpp>
 
 /// @file
 /// The thread of a trainer rank that answers readers: it joins pairs and sends what is asked for.
