@@ -85,8 +85,9 @@ void run(const arguments& options) {
     worker_server server{
         service, {.address = options.address, .port = options.port, .token = options.token}};
     server.start();
-    fmt::print("{}\nserving {} with {} ranks at {}\n", tables.front()->description(), options.model,
-               options.ranks, server.url());
+    fmt::print("{}\n{} of {}, {}\n", tables.front()->description(),
+               options.ranks == 1 ? "one rank" : fmt::format("{} ranks", options.ranks),
+               options.model, server.description());
     std::fflush(stdout);
     int signal = 0;
     sigwait(&signals, &signal);

@@ -104,7 +104,7 @@ class Worker:
         self.process = subprocess.Popen([build / "examples/serve_worker", "--port", "0", "--model", checkpoint],
                                         stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
         for line in self.process.stdout:
-            found = re.search(r" at (http://\S+)$", line.strip())
+            found = re.search(r"serving on (http://[^\s;,]+)", line)
             if found:
                 self.url = found.group(1)
                 return

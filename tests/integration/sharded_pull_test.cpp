@@ -153,6 +153,40 @@ TEST_CASE("sharded_pull: shards in exported memory are read in place, in every c
     }
 }
 
+TEST_CASE("sharded_pull: every trainer rank says what it stages, and why") {
+    struct kept_events {
+        std::vector<std::string> chosen{};
+        void on(const event& what) noexcept {
+            if (what.kind == event_kind::chosen) {
+                chosen.emplace_back(what.text);
+            }
+        }
+    };
+    const moe_sizes model;
+    auto all = four_workers(model, commit_mode::flip);
+    const auto services = services_of(all);
+    std::array<kept_events, trainers> said;
+    const auto failures = tests::on_trainer_ranks(trainers, [&](int rank, store_group& group) {
+        moe_client client{services};
+        tests::moe_shard<tensor_lifetime::stable> shard{model, rank, rank != 1};
+        auto engine = trainer_init(info_of(rank), client, shard, {}, group,
+                                   said[static_cast<std::size_t>(rank)]);
+        engine.close(deadline::after(5s));
+    });
+    CHECK(failures == std::vector<std::string>(trainers));
+    for (int rank = 0; rank < trainers; ++rank) {
+        CAPTURE(rank);
+        const auto& chosen = said[static_cast<std::size_t>(rank)].chosen;
+        const auto tells = [&](std::string_view what) {
+            return std::ranges::any_of(chosen, [&](const std::string& each) {
+                return each.find(what) != std::string::npos;
+            });
+        };
+        CHECK(tells("are read in place"));
+        CHECK(tells("the others are staged") == (rank == 1));
+    }
+}
+
 TEST_CASE("sharded_pull: what cannot be read in place is staged through a small arena") {
     const moe_sizes model;
     SUBCASE("stable, in ordinary memory") {

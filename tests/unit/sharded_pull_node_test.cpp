@@ -820,6 +820,30 @@ TEST_CASE("sharded_pull: a worker shows one trainer the same landing memory, ano
     CHECK(inode_of(wire::decode_worker_landings(ends.liar.shown[3], 2).at(0)) != file);
 }
 
+namespace {
+
+/// A fabric whose reads may go on after they were given up.
+struct resting_fabric : across_fabric {
+    static inline int rested = 0;
+    struct reader : across_fabric::reader {
+        using across_fabric::reader::reader;
+        void come_to_rest() noexcept { ++rested; }
+    };
+};
+
+}  // namespace
+
+TEST_CASE("sharded_pull: before anything is freed, what was given up comes to rest") {
+    pull::basic_receiver<resting_fabric> receiver{receiver_context{}};
+    receiver.release();
+    CHECK(resting_fabric::rested == 0);  // nothing was open
+    CHECK_THROWS_AS(receiver.open({}, soon(), {}), unsupported_error);
+    receiver.release();
+    CHECK(resting_fabric::rested == 1);
+    receiver.release();
+    CHECK(resting_fabric::rested == 1);
+}
+
 TEST_CASE("sharded_pull: a worker that cannot open a node peer's memory asks for a row alone") {
     deceived ends;
     ends.liar.peers[0].handle = "1 2 3 4 5";

@@ -79,7 +79,7 @@ TEST_CASE("a parameter that the worker does not have is named") {
 TEST_CASE("a missing parameter is named, with how many are missing") {
     parameter_table table{model};
     check_names(refusal(table, without("layers.1.q")), "layers.1.q",
-                "expected bfloat16[2, 2], found no such parameter in the update (1 of 8");
+                "expected bfloat16[2, 2], but the update does not have it (1 of 8");
     check_names(refusal(table, only({"norm.weight"})), "embed.weight", "7 of 8 are missing");
     check_names(refusal(table, manifest{}), "embed.weight", "8 of 8 are missing");
 }

@@ -142,6 +142,16 @@ public:
         return sender_->export_memory(context);
     }
 
+    /// `visit(text)` with what the sender of a rank above 0 has chosen, where it tells.
+    template <class Visit>
+    void describe(Visit visit) const {
+        if constexpr (HasDescription<sender_type>) {
+            if (sender_) {
+                visit(std::string{sender_->description()});
+            }
+        }
+    }
+
     /// Rank 0's plan, on every rank; empty where it is still the one that was told last.
     /// Collective.
     /// @param session rank 0's; null elsewhere.

@@ -260,6 +260,9 @@ private:
         const auto told = rank_.tell_plan(group_, session(), after_peers(until));
         together(phase::init, until, [&] { rank_.adopt_plan(told); });
         rank_.plan_is_adopted(session());
+        rank_.describe([&](std::string_view text) {
+            detail::tell(events_, {.kind = event_kind::chosen, .phase = phase::init, .text = text});
+        });
     }
     /// Rank 0's; null elsewhere.
     [[nodiscard]] session_type* session() noexcept { return session_ ? &*session_ : nullptr; }

@@ -314,11 +314,11 @@ private:
             partial ? "a partial session covers each layer that it touches completely, and this "
                       "one names " +
                           parameters_[touched_by[group_of_[first]]].name + " of the same layer"
-                    : std::string{"declare it frozen or an alias, or send a partial session"};
+                    : std::string{"let the trainer send it, or declare it frozen or an alias here"};
         throw coverage_error{"expected " + described(expected.dtype, expected.shape) +
-                                 ", found no such parameter in the update (" +
-                                 std::to_string(count) + " of " + std::to_string(size()) +
-                                 " are missing, this one first): " + rule,
+                                 ", but the update does not have it (" + std::to_string(count) +
+                                 " of " + std::to_string(size()) +
+                                 " are missing, this is the first): " + rule,
                              {.phase = phase::start, .tensor = expected.name}};
     }
 
