@@ -67,3 +67,8 @@ TEST_CASE("sharded_pull: a worker that lands bytes for its node stops past half 
         pulled::a_node_loses_one<across_fabric, tensor_lifetime::until_next>(asked, "stop");
     }
 }
+
+TEST_CASE(
+    "sharded_pull: a node whose dead worker is not back goes on sharing after a failed round") {
+    pulled::a_node_comes_back_without_one<across_fabric>(two_nodes());
+}

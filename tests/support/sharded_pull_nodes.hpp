@@ -191,4 +191,39 @@ void a_node_loses_one(const setup& asked, const std::string& how) {
     }
 }
 
+/// Worker 2 is killed in the third round, and a source throws in the fourth, which fails for all:
+/// then the others come back while it is dead, and still take once what it did not take for them.
+template <class Fabric>
+void a_node_comes_back_without_one(const setup& asked) {
+    const test_support::temporary_folder folder;
+    auto servers = start_node(asked, folder, 2, {"--at", "read", "--do", "kill", "--in", "3"});
+    trainer_team<Fabric, tensor_lifetime::until_next> team{asked, servers};
+    for (std::uint64_t version = 1; version <= 6; ++version) {
+        CAPTURE(version);
+        if (version == 4) {
+            CHECK_THROWS_AS(static_cast<void>(team.round(4, 20s, 0, {.fails = 1})), error);
+            continue;
+        }
+        const int there = version < 3 ? 4 : 3;
+        CHECK(team.round(version).committed == there);
+        team.check_others(there);
+        for (const int w : {0, 1, 3}) {
+            check_serves(asked.sizes, *servers[static_cast<std::size_t>(w)], w, version);
+        }
+    }
+    team.close();
+    const auto planned = planned_bytes(asked, true);
+    for (const int w : {0, 1, 3}) {
+        CAPTURE(w);
+        const auto& mine = planned[static_cast<std::size_t>(w)];
+        const auto rounds = node_rounds_of(folder / ("traffic" + std::to_string(w)));
+        REQUIRE(rounds.size() == 5);
+        for (const std::size_t r : {3U, 4U}) {
+            auto peers = mine.peers;
+            peers[2] = 0;
+            CHECK(rounds[r].peers == peers);
+        }
+    }
+}
+
 }  // namespace tests::pull_processes

@@ -4,13 +4,18 @@
 // a receiver takes from an owner, lies included.
 
 #include <doctest/doctest.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
+#include <iterator>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <stop_token>
 #include <string>
@@ -348,6 +353,68 @@ struct deceived {
 };
 
 }  // namespace
+
+namespace {
+
+/// Takes its time with every frame, as a desk does whose lock is held.
+struct slow_desk {
+    std::mutex mutex{};
+    std::shared_ptr<pull::control_connection> link{};
+    std::atomic<int> gone = 0;
+
+    [[nodiscard]] static std::uint64_t nonce() { return 77; }
+    void on_hello(const std::shared_ptr<pull::control_connection>& from, const pull::hello_body&) {
+        const std::lock_guard lock{mutex};
+        link = from;
+    }
+    static void on_frame(const std::shared_ptr<pull::control_connection>&, const pull::frame&) {
+        std::this_thread::sleep_for(100ms);
+    }
+    void on_gone(const std::shared_ptr<pull::control_connection>&) noexcept { ++gone; }
+    [[nodiscard]] std::shared_ptr<pull::control_connection> take() {
+        const std::lock_guard lock{mutex};
+        return std::exchange(link, nullptr);
+    }
+};
+
+std::size_t open_descriptors() {
+    const std::filesystem::directory_iterator all{"/proc/self/fd"};
+    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+}
+
+}  // namespace
+
+TEST_CASE("sharded_pull: a worker that hangs up while a trainer rank speaks to it is let go of") {
+    slow_desk desk;
+    pull::control_server<slow_desk> server{desk, "127.0.0.1", soon()};
+    const pull::rank_export named{.host = "127.0.0.1",
+                                  .port = server.port(),
+                                  .nonce = slow_desk::nonce(),
+                                  .held = plan::position_set::all(1)};
+    const auto before = open_descriptors();
+    for (int i = 0; i < 5; ++i) {
+        auto socket = pull::connect_control(named, 1, 2, soon(), {}, {});
+        std::shared_ptr<pull::control_connection> link;
+        while (link == nullptr) {
+            link = desk.take();
+        }
+        const ::linger at_once{1, 0};
+        ::setsockopt(socket.native_handle(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+        pull::send_frame(socket, frame_kind::waits, pull::bytes_of(pull::round_body{1}), soon(), {},
+                         {});
+        std::this_thread::sleep_for(20ms);  // it is in on_frame
+        socket.close();
+        std::this_thread::sleep_for(20ms);
+        link->send(frame_kind::published, std::string(40, 'x'));
+        link->refuse({.kind = "data", .text = "the gather failed"});
+    }
+    for (const auto until = soon(); open_descriptors() > before && !until.expired();) {
+        std::this_thread::sleep_for(10ms);
+    }
+    CHECK(open_descriptors() == before);
+    CHECK(desk.gone >= 5);
+    CHECK(desk.gone <= 10);
+}
 
 TEST_CASE("sharded_pull: a part that the owner understands otherwise stops the init") {
     deceived ends{{}, 1};

@@ -455,10 +455,14 @@ struct routed_workers {
             all[w].frames.emplace_back(kind, text);
         };
     }
-    void report(std::size_t w, bool alone = false, bool shows = false) {
-        desk.take_needs(
-            w, {.node = "b", .alone = alone, .shows = shows, .report = whole_needs().report()},
-            say());
+    void report(std::size_t w, bool alone = false, bool shows = false, int without = -1) {
+        desk.take_needs(w,
+                        {.node = "b",
+                         .alone = alone,
+                         .shows = shows,
+                         .without = without,
+                         .report = whole_needs().report()},
+                        say());
     }
     void land(std::size_t w, std::string handle = "handle") {
         const std::vector<wire::worker_landing> mine{{.worker = static_cast<int>(w),
@@ -529,6 +533,31 @@ TEST_CASE("sharded_pull: node peers hear of each other's memory when all have sh
         CHECK(two.of(0, frame_kind::row).size() == 1);
         CHECK(two.of(0, frame_kind::landings).size() == 1);
     }
+    SUBCASE("one comes back and cannot open the memory of one that has died: without that one") {
+        two.land(1);
+        two.desk.leave(0, two.say());
+        two.report(1, false, true);
+        two.land(1);
+        two.report(1, false, true, 0);
+        two.land(1);
+        const auto rows = two.of(1, frame_kind::row);
+        REQUIRE(rows.size() == 3);
+        CHECK(rows[2] == rows[0]);
+        const auto told = two.of(1, frame_kind::landings);
+        REQUIRE(told.size() == 3);
+        CHECK(wire::decode_worker_landings(told[2], 2)[0].bytes == 0);
+        // And should that one have lived: nobody has its memory any more.
+        two.report(0, false, true);
+        two.land(0);
+        const auto none = wire::decode_worker_landings(two.of(0, frame_kind::landings).back(), 2);
+        CHECK(none[0].worker == 0);
+        CHECK(none[0].bytes == 0);
+    }
+    SUBCASE("one comes back and cannot open the memory of one that is there: alone") {
+        two.land(1);
+        two.report(1, false, true, 0);
+        CHECK(wire::decode_worker_route(two.of(1, frame_kind::row)[1], one_owner()).shared.empty());
+    }
     SUBCASE("one comes back, says that it has it still, and shows other memory") {
         two.land(1);
         two.report(1, false, true);
@@ -591,14 +620,16 @@ TEST_CASE("wire: what workers of a node say of themselves has one spelling, lies
     const wire::worker_needs said{.node = "b", .alone = true, .report = whole_needs().report()};
     const auto text = wire::encode(said);
     CHECK(
-        text.starts_with("WP1W\x01"
-                         "b\x01WP1N"));
+        text.starts_with(std::string_view{"WP1W\x01"
+                                          "b\x01\x00WP1N",
+                                          12}));
     CHECK(wire::decode_worker_needs(text, 2) == said);
     const wire::worker_needs shown{.node = "b", .shows = true, .report = said.report};
     const auto again = wire::encode(shown);
     CHECK(
-        again.starts_with("WP1W\x01"
-                          "b\x02WP1N"));
+        again.starts_with(std::string_view{"WP1W\x01"
+                                           "b\x02\x00WP1N",
+                                           12}));
     CHECK(wire::decode_worker_needs(again, 2) == shown);
     const std::vector<wire::worker_landing> all{
         {.worker = 1, .address = "at", .handle = "h", .bytes = 300}, {.worker = 3}};
@@ -651,7 +682,8 @@ namespace {
 struct scripted_owner {
     std::vector<std::pair<frame_kind, pull::chunk_body>> lines{};
     std::vector<wire::worker_landing> peers{};
-    int alone = 0;  ///< how often the worker has asked to be alone
+    int alone = 0;    ///< how often the worker has asked to be alone
+    int without = 0;  ///< and to be without one whose memory it cannot open
     std::uint64_t number = 77;
     std::vector<bool> shows{};         ///< of each init: it still has what it has shown
     std::vector<std::string> shown{};  ///< its landing memory, of each init
@@ -663,6 +695,7 @@ struct scripted_owner {
         if (got.kind == frame_kind::needs) {
             const auto said = wire::decode_worker_needs(got.body, 2);
             alone += said.alone ? 1 : 0;
+            without += said.without >= 0 ? 1 : 0;
             shows.push_back(said.shows);
             auto row = said.alone ? alone_row() : routes_of(2).of(0);
             from->send(frame_kind::row, wire::encode(row));
@@ -760,11 +793,11 @@ TEST_CASE("sharded_pull: a receiver reads landing memory only where the plan and
           std::string::npos);
     body = good;
     body.landing = 2;
-    CHECK(after({{frame_kind::passed, body}}).find("outside of the node peer's") !=
-          std::string::npos);
+    CHECK(after({{frame_kind::passed, body}})
+              .find("outside of the landing memory of worker rank 2") != std::string::npos);
     body.landing = 0xFFFF'FFFFU;
-    CHECK(after({{frame_kind::passed, body}}).find("outside of the node peer's") !=
-          std::string::npos);
+    CHECK(after({{frame_kind::passed, body}})
+              .find("outside of the landing memory of worker rank 2") != std::string::npos);
     CHECK(after({{frame_kind::passed, good}, {frame_kind::passed, good}}).find("twice") !=
           std::string::npos);
     // Read from the owner although it was begun already: the node peer has failed.
@@ -848,7 +881,8 @@ TEST_CASE("sharded_pull: a worker that cannot open a node peer's memory asks for
     deceived ends;
     ends.liar.peers[0].handle = "1 2 3 4 5";
     ends.open();
-    CHECK(ends.liar.alone == 1);
+    CHECK(ends.liar.without == 1);
+    CHECK(ends.liar.alone == 1);  // it was told of the same memory again
     const auto said = ends.receiver.description();
     CHECK(said.find("nothing is taken once for the node, because of: worker rank 2") !=
           std::string::npos);

@@ -20,8 +20,9 @@
 /// A text is its length and its bytes, without control characters.
 ///
 /// - `W` worker: name of the node; 1 where it takes and gives nothing within its node, 2 where it
-///   still has the landing memory that it has shown this trainer before, else 0; then its needs
-///   report, from the `W P 1 N` on.
+///   still has the landing memory that it has shown this trainer before, else 0; 1 more than the
+///   worker whose landing memory it could not open, else 0; then its needs report, from the
+///   `W P 1 N` on.
 /// - `L` landings: count, of each worker (ascending), address, handle, bytes. 0 bytes, with empty
 ///   texts: the worker has none; where it is the one that is told, not that which it had shown.
 
@@ -32,6 +33,7 @@ struct worker_needs {
     std::string node{};  ///< equal for workers that reach each other's memory; empty when unknown
     bool alone = false;  ///< is to be routed as if it had no node peers
     bool shows = false;  ///< still has the landing memory that it has shown; not where `alone`
+    int without = -1;    ///< worker whose landing memory it could not open; from 0
     plan::needs_report report{};
     friend bool operator==(const worker_needs&, const worker_needs&) = default;
 };
@@ -56,6 +58,7 @@ inline constexpr std::size_t longest_landing_text = std::size_t{1} << 16U;
         .number(value.alone   ? 1U
                 : value.shows ? 2U
                               : 0U)
+        .number(static_cast<std::uint64_t>(value.without + 1))
         .rest(encode(value.report));
     return std::move(out).take();
 }
@@ -69,6 +72,8 @@ inline constexpr std::size_t longest_landing_text = std::size_t{1} << 16U;
     const auto choice = in.number(2);
     made.alone = choice == 1;
     made.shows = choice == 2;
+    constexpr std::uint64_t most_workers = std::uint64_t{1} << 20U;
+    made.without = static_cast<int>(in.number(most_workers)) - 1;
     made.report = decode_needs_report(in.rest(), parameters);
     return made;
 }

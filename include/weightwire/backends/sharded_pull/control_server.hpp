@@ -221,9 +221,6 @@ private:
     void serve(const connection& from, short events) noexcept {
         bool open = true;
         try {
-            if ((events & POLLOUT) != 0) {
-                from->flush();
-            }
             if ((events & (POLLIN | POLLERR | POLLHUP)) != 0) {
                 open = from->socket_.fill();
                 while (!from->ending()) {
@@ -237,6 +234,9 @@ private:
                     from->socket_.discard();
                 }
             }
+            if (open && (events & POLLOUT) != 0) {
+                open = still_open(*from);
+            }
         } catch (const error& caught) {
             refuse(from, failure::from(caught));
         } catch (...) {
@@ -247,6 +247,16 @@ private:
             from->gone_ = true;
             from->socket_.shut_down();
             handler_.on_gone(from);
+        }
+    }
+
+    /// Sends on. False: the other side has hung up, and can be told nothing any more.
+    [[nodiscard]] static bool still_open(control_connection& to) {
+        try {
+            to.flush();
+            return true;
+        } catch (const peer_error&) {
+            return false;
         }
     }
 
@@ -272,7 +282,9 @@ private:
     }
 
     void refuse(const connection& from, const failure& why) noexcept {
-        from->patience_ = deadline::after(std::chrono::seconds{2});
+        if (!from->ending()) {
+            from->patience_ = deadline::after(std::chrono::seconds{2});
+        }
         from->refuse(why);
         handler_.on_gone(from);  // whatever the other side still does
     }

@@ -88,13 +88,14 @@ public:
                       static_cast<std::size_t>(workers), terms_.node_once);
         route_failure_ = {};
     }
-    /// Until every worker rank was told its row.
+    /// Until every worker rank was told its row and has shown where it lands what it takes for its
+    /// node.
     /// @throws timeout_error names the first worker rank that did not come; cancelled_error; what
     /// routing throws.
     void await_routed(deadline until, const std::stop_token& stop) {
         std::unique_lock lock{mutex_};
         const bool came = changed_.wait_until(lock, stop, until.when(), [&] {
-            return routes_.routed() || static_cast<bool>(route_failure_);
+            return routes_.settled() || static_cast<bool>(route_failure_);
         });
         if (route_failure_) {
             route_failure_.raise();
@@ -107,10 +108,13 @@ public:
         }
         auto where = at_init();
         where.rank = static_cast<int>(routes_.first_missing()) + 1;
-        throw timeout_error{
-            "this worker rank did not say in time what it reads; see that it reaches the trainer "
-            "at its control port (trainer_init_info::host)",
-            std::move(where)};
+        throw timeout_error{routes_.routed()
+                                ? "this worker rank did not show in time where it lands what it "
+                                  "takes for its node; look at it"
+                                : "this worker rank did not say in time what it reads; see that it "
+                                  "reaches the trainer at its control port "
+                                  "(trainer_init_info::host)",
+                            std::move(where)};
     }
 
     // Peers.

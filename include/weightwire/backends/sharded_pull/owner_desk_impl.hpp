@@ -33,9 +33,7 @@ inline void owner_desk::take_needs(const connection& from, std::string_view body
         }
         throw;
     }
-    if (!opened && routes_.routed()) {
-        note_change();
-    }
+    note_change();
 }
 
 /// From a worker rank to rank 0.
@@ -44,6 +42,7 @@ inline void owner_desk::take_landing(const connection& from, std::string_view bo
     if (readers_[from->worker_rank()].link == from) {
         routes_.take_landing(static_cast<std::size_t>(from->worker_rank() - 1), body,
                              route_sayer());
+        note_change();
     }
 }
 
@@ -51,6 +50,7 @@ inline void owner_desk::take_landing(const connection& from, std::string_view bo
 inline void owner_desk::leave_routes(int rank) noexcept {
     try {
         routes_.leave(static_cast<std::size_t>(rank - 1), route_sayer());
+        note_change();
     } catch (...) {
         // No memory for what others have to be told: their inits end in time, and all know why.
         if (!route_failure_) {

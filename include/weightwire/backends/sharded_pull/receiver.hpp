@@ -172,8 +172,13 @@ private:
 
     void find_plan(frame_socket& first, const plan::ownership& owners,
                    const plan::pull_needs& needs, deadline until, const std::stop_token& stop);
-    [[nodiscard]] std::string meet_peers(frame_socket& first, deadline until,
-                                         const std::stop_token& stop);
+    /// Why a rank shares nothing with its node peers.
+    struct peer_fault {
+        std::string why{};
+        int worker = -1;  ///< whose memory it cannot open, from 0; else nobody's
+    };
+    [[nodiscard]] peer_fault meet_peers(frame_socket& first, deadline until,
+                                        const std::stop_token& stop);
     void place_landings();
     [[nodiscard]] bool lands(const plan::pull_section& section) const {
         return section.ingester != plan::no_ingester && section.ingester == plan_.worker();

@@ -19,8 +19,9 @@
 
 namespace weightwire::sharded_pull {
 
-/// Who gives what, rank 0 says when it knows the needs of all. Where the memory of a node peer
-/// cannot be reached, or none can be made for them, it is asked for a route without any.
+/// Who gives what, rank 0 says when it knows the needs of all. It is told whose memory cannot be
+/// opened: who has died is left out, else this rank gets a route without any node peer, as it does
+/// where it has no memory for them.
 template <PullFabric Fabric>
 void basic_receiver<Fabric>::find_plan(frame_socket& first, const plan::ownership& owners,
                                        const plan::pull_needs& needs, deadline until,
@@ -33,8 +34,9 @@ void basic_receiver<Fabric>::find_plan(frame_socket& first, const plan::ownershi
     if (kept_ && kept_->trainer != message_.ranks.front().nonce) {
         kept_.reset();
     }
-    said.shows = kept_.has_value();
+    std::vector<int> left_out;
     for (;;) {
+        said.shows = kept_.has_value();
         send_frame(first, frame_kind::needs, wire::encode(said), until, stop, where);
         const auto row = await_frame(first, frame_kind::row, until, stop, where);
         plan_ = plan::plan_worker(*parameters_, message_.group_sizes, owners, needs,
@@ -54,23 +56,30 @@ void basic_receiver<Fabric>::find_plan(frame_socket& first, const plan::ownershi
             kept_.reset();
             return;
         }
-        alone_ = meet_peers(first, until, stop);
+        const auto fault = meet_peers(first, until, stop);
         kept_.reset();
+        alone_ = fault.why;
         if (alone_.empty()) {
             return;
         }
+        if (fault.worker >= 0 && std::ranges::find(left_out, fault.worker) == left_out.end()) {
+            left_out.push_back(fault.worker);
+            said.without = fault.worker;
+            kept_ = node_->leave(message_.ranks.front().nonce);
+        } else {
+            said.without = -1;
+            said.alone = true;
+        }
         node_.reset();
-        said.alone = true;
-        said.shows = false;
     }
 }
 
 /// Shows what this rank lands to its node peers, and opens what they land. Returns why that cannot
-/// be; empty where it can.
+/// be, and with whom; empty where it can.
 /// @throws what is wrong with rank 0 or with the time, and not with a node peer.
 template <PullFabric Fabric>
-std::string basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline until,
-                                               const std::stop_token& stop) {
+auto basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline until,
+                                        const std::stop_token& stop) -> peer_fault {
     const auto where = at_phase(phase::init, 0);
     std::size_t chunks = 0;
     std::size_t owners = 0;  // a section each
@@ -97,7 +106,7 @@ std::string basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline unt
                         plan_.worker(), std::exchange(kept_, std::nullopt), until, stop);
         });
         if (!fault.empty()) {
-            return fault;
+            return {.why = std::move(fault)};
         }
         const std::vector mine{node_->exported(plan_.worker())};
         send_frame(first, frame_kind::landing, wire::encode(mine), until, stop, where);
@@ -106,14 +115,15 @@ std::string basic_receiver<Fabric>::meet_peers(frame_socket& first, deadline unt
     const auto workers = static_cast<std::size_t>(std::max(context_.world_size - 1, 1));
     for (const auto& each : wire::decode_worker_landings(answer.body, workers)) {
         if (each.worker == plan_.worker()) {
-            return "its node peers have opened other memory of it, or none";
+            return {.why = "its node peers have opened other memory of it, or none"};
         }
         if (each.bytes == 0) {
             continue;
         }
         auto fault = fault_of_step([&] { node_->open(each, until, stop); });
         if (!fault.empty()) {
-            return "worker rank " + std::to_string(each.worker + 1) + ": " + fault;
+            return {.why = "worker rank " + std::to_string(each.worker + 1) + ": " + fault,
+                    .worker = each.worker};
         }
     }
     return {};
@@ -200,7 +210,10 @@ void basic_receiver<Fabric>::take_passed(owner_link& link, const chunk_body& wha
     if (from == nullptr || what.landing >= from->size() / slot_bytes_ || bytes > slot_bytes_ ||
         begun_[index] != 0) {
         throw protocol_error{
-            "a trainer rank passes on a chunk twice, or outside of the node peer's landing memory",
+            "a trainer rank passes on a chunk twice, or outside of the landing memory of worker "
+            "rank " +
+                std::to_string(plan_.sections()[found->section].ingester + 1) +
+                ", which says where it has landed it",
             where};
     }
     begun_[index] = 1;

@@ -32,8 +32,8 @@ namespace weightwire::sharded_pull {
 /// A worker that comes back with the memory that its node peers have opened goes on as before. One
 /// that has other memory, since its process is another, gets a row for itself alone, in which it
 /// takes nothing for its node, and owners then serve its node peers directly. That lasts until the
-/// trainer's next init, as does a row for a worker that cannot open the memory of a node peer, such
-/// as of one that has died and is not back yet.
+/// trainer's next init, as does a row for a worker that cannot open the memory of a node peer that
+/// is there. One that has died is left out: owners serve its share to the others.
 class route_desk {
 public:
     /// From now on workers' needs are taken, until all `workers` have come.
@@ -50,10 +50,17 @@ public:
     }
     /// Whether every worker was told its row.
     [[nodiscard]] bool routed() const noexcept { return routed_; }
-    /// The first worker that did not come.
+    /// Whether also all have shown the memory in which they land something for their node.
+    [[nodiscard]] bool settled() const {
+        return routed_ &&
+               std::ranges::all_of(workers_, [](const worker& w) { return w.landing.has_value(); });
+    }
+    /// The first worker that did not come, or else has not shown its memory.
     [[nodiscard]] std::size_t first_missing() const {
         return static_cast<std::size_t>(
-            std::ranges::find_if(workers_, [](const worker& w) { return !w.needs.has_value(); }) -
+            std::ranges::find_if(
+                workers_,
+                [&](const worker& w) { return routed_ ? !w.landing : !w.needs.has_value(); }) -
             workers_.begin());
     }
 
@@ -70,7 +77,14 @@ public:
         auto& known = workers_[from];
         known.gone = false;
         const bool shows = std::exchange(said.shows, false);
-        const bool same = known.needs && *known.needs == said && (shows || !gives(from));
+        const int without = std::exchange(said.without, -1);
+        const bool same = known.needs && *known.needs == said && (shows || !gives(from)) &&
+                          (without < 0 || is_gone(static_cast<std::size_t>(without)));
+        if (same && without >= 0) {
+            // When it is back, its landing memory is another than this: it reads for itself alone.
+            workers_[static_cast<std::size_t>(without)].landing =
+                none_of(static_cast<std::size_t>(without));
+        }
         auto before = std::exchange(known.needs, std::move(said));
         if (!routed_) {
             if (std::ranges::all_of(workers_,
@@ -144,6 +158,9 @@ private:
         std::set<int> givers{};  ///< node peers from whom its row takes something
     };
 
+    [[nodiscard]] bool is_gone(std::size_t w) const {
+        return w < workers_.size() && workers_[w].gone;
+    }
     [[nodiscard]] static wire::worker_landing none_of(std::size_t w) {
         return {.worker = static_cast<int>(w), .address = {}, .handle = {}, .bytes = 0};
     }
