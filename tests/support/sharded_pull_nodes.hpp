@@ -204,7 +204,7 @@ void a_node_comes_back_without_one(const setup& asked) {
             CHECK_THROWS_AS(static_cast<void>(team.round(4, 20s, 0, {.fails = 1})), error);
             continue;
         }
-        const int there = version < 3 ? 4 : 3;
+        const std::size_t there = version < 3 ? 4 : 3;
         CHECK(team.round(version).committed == there);
         team.check_others(there);
         for (const int w : {0, 1, 3}) {
