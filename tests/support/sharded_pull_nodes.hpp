@@ -202,6 +202,9 @@ void a_node_comes_back_without_one(const setup& asked) {
         CAPTURE(version);
         if (version == 4) {
             CHECK_THROWS_AS(static_cast<void>(team.round(4, 20s, 0, {.fails = 1})), error);
+            for (int rank = 1; rank < trainers; ++rank) {
+                CHECK(team.of(rank).threw == 1);
+            }
             continue;
         }
         const std::size_t there = version < 3 ? 4 : 3;
