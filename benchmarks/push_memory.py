@@ -50,13 +50,15 @@ def main():
     build, checkpoint = map(pathlib.Path, sys.argv[1:])
     worker = subprocess.Popen([build / "examples/serve_worker", "--port", "0", "--model", checkpoint],
                               stdout=subprocess.PIPE, text=True)
-    url = next(re.search(r"http://\S+", line).group() for line in worker.stdout if "http://" in line)
-    ring = BUFFER * BUFFERS
-    rows = [("packed", ring, peak(build, checkpoint, url, 1, ring, "--packed", "--buffer-bytes", str(BUFFER),
-                                  "--buffers", str(BUFFERS))),
-            ("tensor by tensor", 0, peak(build, checkpoint, url, 1000, 0))]
-    worker.terminate()
-    worker.wait()
+    try:
+        url = next(re.search(r"http://[^\s;,]+", line).group() for line in worker.stdout if "http://" in line)
+        ring = BUFFER * BUFFERS
+        rows = [("packed", ring, peak(build, checkpoint, url, 1, ring, "--packed", "--buffer-bytes", str(BUFFER),
+                                      "--buffers", str(BUFFERS))),
+                ("tensor by tensor", 0, peak(build, checkpoint, url, 1000, 0))]
+    finally:
+        worker.terminate()
+        worker.wait()
     print(f"command: benchmarks/push_memory.py BUILD {checkpoint.name}")
     print(f"machine: {cpu()}")
     print(f"checkpoint: {checkpoint.stat().st_size} bytes, {ROUNDS} rounds each; MB are 10^6 bytes, the bound is 64\n")
