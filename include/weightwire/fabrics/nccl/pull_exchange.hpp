@@ -27,6 +27,7 @@
 #include <weightwire/fabrics/nccl/interfaces.hpp>
 #include <weightwire/fabrics/nccl/pair_machinery.hpp>
 #include <weightwire/fabrics/nccl/pair_wire.hpp>
+#include <weightwire/fabrics/nccl/pull_options.hpp>
 #include <weightwire/fabrics/pull_fabric.hpp>
 #include <weightwire/gpu/lost_devices.hpp>
 
