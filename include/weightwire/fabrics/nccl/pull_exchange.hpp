@@ -254,4 +254,3 @@ private:
 
 #include <weightwire/fabrics/nccl/pull_connect_impl.hpp>
 #include <weightwire/fabrics/nccl/pull_exchange_impl.hpp>
-#include <weightwire/fabrics/nccl/pull_options.hpp>
