@@ -15,11 +15,11 @@
 
 #include <weightwire/core/dtype.hpp>
 #include <weightwire/core/error.hpp>
+#include <weightwire/gpu/lost_devices.hpp>
 #include <weightwire/nccl_api/communicator.hpp>
 #include <weightwire/nccl_api/element.hpp>
 #include <weightwire/nccl_api/error.hpp>
 #include <weightwire/nccl_api/library.hpp>
-#include <weightwire/gpu/lost_devices.hpp>
 
 #include "../support/temporary_folder.hpp"
 

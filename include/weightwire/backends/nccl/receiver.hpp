@@ -28,8 +28,8 @@
 #include <weightwire/core/manifest.hpp>
 #include <weightwire/core/tensor.hpp>
 #include <weightwire/fabrics/shared_memory_copy.hpp>
-#include <weightwire/nccl_api/element.hpp>
 #include <weightwire/gpu/lost_devices.hpp>
+#include <weightwire/nccl_api/element.hpp>
 #include <weightwire/plan/broadcast_plan.hpp>
 #include <weightwire/rendezvous/tcp_store_client.hpp>
 #include <weightwire/wire/vllm_nccl.hpp>
@@ -91,9 +91,7 @@ public:
     }
     /// Whether memory on this device may be written at any later time: an abort did not return, of
     /// this group or another one of the process.
-    [[nodiscard]] bool lost() const noexcept {
-        return gpu::lost_devices::has(context_.device);
-    }
+    [[nodiscard]] bool lost() const noexcept { return gpu::lost_devices::has(context_.device); }
 
     /// What was joined and what it costs.
     [[nodiscard]] std::string description() const;
