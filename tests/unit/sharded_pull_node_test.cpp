@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -865,6 +866,66 @@ struct resting_fabric : across_fabric {
 };
 
 }  // namespace
+
+namespace {
+
+/// Trainer rank 0, which holds nothing that the worker needs.
+struct only_routes {
+    plan::worker_route row{};
+    std::atomic<int> gone = 0;
+
+    [[nodiscard]] static std::uint64_t nonce() { return 78; }
+    void on_hello(const pull::owner_desk::connection&, const pull::hello_body&) {}
+    void on_gone(const pull::owner_desk::connection&) noexcept { ++gone; }
+    void on_frame(const pull::owner_desk::connection& from, const pull::frame& got) const {
+        if (got.kind == frame_kind::needs) {
+            from->send(frame_kind::row, wire::encode(row));
+        }
+    }
+};
+
+}  // namespace
+
+TEST_CASE(
+    "sharded_pull: rank 0 knows that a worker is there, also one that reads nothing from it") {
+    const plan::ownership owners{model(), {{}, plan::position_set::all(2)}};
+    const std::vector<plan::needs_report> reports{whole_needs().report()};
+    only_routes first{
+        .row = plan::route(model(), owners, {.trainers = {0, 0}, .workers = {1}}, reports).of(0)};
+    scripted_owner second;
+    pull::control_server<only_routes> one{first, "127.0.0.1", soon()};
+    pull::control_server<scripted_owner> two{second, "127.0.0.1", soon()};
+    shm::fabric::owner memory;
+    const auto arena = memory.allocate(8192);
+    pull::transport_message message{.group_sizes = {1, 1}};
+    for (int rank = 0; rank < 2; ++rank) {
+        auto& made = message.ranks.emplace_back();
+        made.fabric_address = memory.address();
+        made.host = "127.0.0.1";
+        made.port = rank == 0 ? one.port() : two.port();
+        made.nonce = rank == 0 ? only_routes::nonce() : second.nonce();
+    }
+    message.ranks[1].held = plan::position_set::all(2);
+    message.ranks[1].arena = pull::exported_memory{arena.exported().handle, arena.exported().bytes};
+    const auto transport = pull::encode(message);
+    const auto parameters = pull::encode({.fabric = "across", .chunk_bytes = 4096});
+    pull::basic_receiver<across_fabric> receiver{
+        receiver_context{.global_rank = 1, .world_size = 2}};
+    receiver.open({.wire_parameters = parameters,
+                   .transport = transport,
+                   .parameters = &model(),
+                   .destinations = &model()},
+                  soon(), {});
+    CHECK(receiver.bytes_from(0) == 0);
+    CHECK(receiver.bytes_from(1) == 16384);
+    std::this_thread::sleep_for(100ms);
+    CHECK(first.gone == 0);
+    receiver.release();
+    for (const auto until = soon(); first.gone == 0 && !until.expired();) {
+        std::this_thread::sleep_for(1ms);
+    }
+    CHECK(first.gone > 0);
+}
 
 TEST_CASE("sharded_pull: before anything is freed, what was given up comes to rest") {
     pull::basic_receiver<resting_fabric> receiver{receiver_context{}};

@@ -53,7 +53,7 @@ enum class frame_kind : std::uint32_t {
     dropped = 32,  ///< `drop_body`: a peer takes no part in the round any more
 };
 
-inline constexpr std::uint64_t hello_magic = 0x3170'6c6c'7570'7777U;  // "wwpullp1"
+inline constexpr std::uint64_t hello_magic = 0x3270'6c6c'7570'7777U;  // "wwpullp2"
 
 struct hello_body {
     /// In the place of a worker rank: trainer rank 0 speaks.

@@ -88,8 +88,8 @@ public:
                       static_cast<std::size_t>(workers), terms_.node_once);
         route_failure_ = {};
     }
-    /// Until every worker rank was told its row and has shown where it lands what it takes for its
-    /// node.
+    /// Until every worker rank that is there was told its row and has shown where it lands what it
+    /// takes for its node.
     /// @throws timeout_error names the first worker rank that did not come; cancelled_error; what
     /// routing throws.
     void await_routed(deadline until, const std::stop_token& stop) {
@@ -251,6 +251,7 @@ public:
         }
         for (auto& [rank, reader] : readers_) {
             leave(rank, reader);
+            leave_routes(rank);
         }
     }
 
@@ -387,6 +388,7 @@ private:
                                              "the time that there was"});
                 reader.link = nullptr;
                 leave(rank, reader);
+                leave_routes(rank);
             }
         }
     }

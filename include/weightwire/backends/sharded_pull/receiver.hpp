@@ -229,6 +229,8 @@ private:
     std::optional<landing_memory<node>> kept_;  ///< what it landed in before; not while open
     bool lost_ = false;                         ///< before the last release
     std::string alone_;                         ///< why it shares nothing, where it might
+    frame_socket first_{};  ///< to rank 0 where that owns nothing of the plan: it is to know that
+                            ///< this rank is there
     std::deque<owner_link> owners_;
     std::vector<unit> units_;
     std::vector<std::size_t> order_;     ///< of the units that are read in place

@@ -89,6 +89,9 @@ void basic_receiver<Fabric>::open(const transport_open& init, deadline until,
         link.rank = rank;
         link.socket = rank == 0 ? std::move(first) : connect(rank, until, stop);
     }
+    if (std::ranges::none_of(owners_, [](const owner_link& link) { return link.rank == 0; })) {
+        first_ = std::move(first);
+    }
     make_units(*parameters_);
     for (auto& link : owners_) {
         open_memories(link, until, stop);
@@ -283,6 +286,7 @@ void basic_receiver<Fabric>::release() noexcept {
     traffic_.clear();
     node_traffic_.clear();
     owners_.clear();
+    first_ = {};
     if (node_) {
         kept_ = node_->leave(message_.ranks.front().nonce);
     }

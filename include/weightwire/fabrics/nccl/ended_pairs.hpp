@@ -64,8 +64,6 @@ public:
     [[nodiscard]] bool under_way() const noexcept {
         return std::ranges::any_of(pairs_, [](const entry& each) { return !each.given_up; });
     }
-    /// Pairs whose abort has not returned.
-    [[nodiscard]] std::size_t size() const noexcept { return pairs_.size(); }
     /// Whether an abort did not return in its time.
     [[nodiscard]] bool lost() const noexcept { return lost_; }
 

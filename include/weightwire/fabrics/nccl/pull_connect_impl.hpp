@@ -177,9 +177,9 @@ std::shared_ptr<pull_link<M>> pull_exchange<M>::connect(const owner_text& named,
             pull_at_init({})};
     }
     sweep();
-    if (const auto fault = fault_of_budget(
-            options_, std::max(landing_bytes(), options_.landing_bytes),
-            (links_.size() + ended_.size() + 1) * cost_.bytes(), "this worker", "places to land");
+    if (const auto fault =
+            fault_of_budget(options_, std::max(landing_bytes(), options_.landing_bytes),
+                            (links_.size() + 1) * cost_.bytes(), "this worker", "places to land");
         !fault.empty()) {
         throw unsupported_error{fault, pull_at_init({})};
     }

@@ -77,9 +77,9 @@ void pull_exchange<M>::make_places(std::uint64_t bytes) {
     auto there = static_cast<std::size_t>(
         std::ranges::count_if(places_, [](const place& each) { return !each.retired; }));
     const auto more = wanted > there ? (wanted - there) * place_bytes_ : 0;
-    if (const auto fault = fault_of_budget(options_, landing_bytes() + more,
-                                           (links_.size() + ended_.size()) * cost_.bytes(),
-                                           "this worker", "places to land");
+    if (const auto fault =
+            fault_of_budget(options_, landing_bytes() + more, links_.size() * cost_.bytes(),
+                            "this worker", "places to land");
         !fault.empty()) {
         throw resource_error{fault, pull_at_init({})};
     }

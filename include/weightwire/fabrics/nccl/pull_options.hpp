@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 
 /// @file
 /// Choices of the NCCL pull fabric, and the device memory that its communicators count for.
@@ -37,8 +36,8 @@ struct pull_options {
     /// of CUDA and NCCL, which nothing here counts.
     std::size_t most_peers = 64;
     /// Device memory in bytes that one owner or reader may take: arenas or places to land, and
-    /// communicators. What would take more is refused. 0: what `staging_bytes` and `landing_bytes`
-    /// make of arenas and places, and 4 GiB of communicators.
+    /// communicators in use. What would take more is refused. 0: what `staging_bytes` and
+    /// `landing_bytes` make of arenas and places, and 4 GiB of communicators.
     std::uint64_t device_bytes = 0;
     /// What a communicator counts as, in bytes, before one was measured; 0: 9 MiB a channel. Then
     /// each counts as the least that one took. The measurement is of the whole device, where others
@@ -94,14 +93,17 @@ public:
           bytes_{expected_} {}
     void note(std::uint64_t took) noexcept {
         if (took >= expected_ / 4 && took <= expected_ * 4) {
-            bytes_ = std::exchange(measured_, true) ? std::min(bytes_.load(), took) : took;
+            least_ = measured_ == 0 ? took : std::min(least_, took);
+            // The first may have what the process takes once.
+            bytes_ = ++measured_ == 1 ? std::min(expected_, least_) : least_;
         }
     }
     [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
 
 private:
     std::uint64_t expected_;
-    bool measured_ = false;
+    int measured_ = 0;
+    std::uint64_t least_ = 0;
     std::atomic<std::uint64_t> bytes_;
 };
 

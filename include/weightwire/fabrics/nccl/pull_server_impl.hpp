@@ -218,9 +218,8 @@ void pull_server<M>::greet(reader& from, const hello_frame& hello) {
             " workers over NCCL, each by a communicator with device memory of its own, as many as "
             "one process may; read over UCX, which needs none"};
     }
-    if (const auto fault =
-            fault_of_budget(options_, arenas_->bytes(), counted_bytes(1 + ended_.size()),
-                            "this trainer rank", "its arenas");
+    if (const auto fault = fault_of_budget(options_, arenas_->bytes(), counted_bytes(1),
+                                           "this trainer rank", "its arenas");
         !fault.empty()) {
         throw unsupported_error{fault};
     }
