@@ -4,8 +4,8 @@
 
 With the last compiler every header has a unit of its own that includes it alone, twice: it needs nothing before it, so
 no order, and may come again. One that holds nothing but includes of ours has none: it cannot need more than these. With
-every compiler one unit includes all headers and is linked twice into one executable, so a function or variable that is
-not inline is a duplicate symbol.
+every compiler one unit includes all headers in order; with the others another does in reverse. Two such units are
+linked into one executable, so a function or variable that is not inline is a duplicate symbol.
 
 What many headers include takes most of the time. With clang some of it is precompiled, each such header alone and
 twice; a header whose includes reach one of these is compiled after it. That hides nothing: it includes it anyway.
@@ -147,6 +147,10 @@ def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
         else:
             present.append(name)
 
+    def compiled(job):
+        name, headers = job
+        return compile_one(command, work / name, "".join(f"#include <{header}>\n" for header in headers))
+
     precompiled = {}  # hub -> its file
     cached = pathlib.Path(command[0]).name == "ccache"  # which keeps no precompiled header
     without_cache = command[1:] if cached else command
@@ -181,16 +185,20 @@ def check_host_compiler(report, tree, compiler, flags, jobs, work, alone=True):
         for name in present:
             report.check(f"header {name} [{label}]", problems[name])
         good = [name for name in present if not problems[name]]
-    problem = compile_one(command, work / "all.cpp", "".join(f"#include <{name}>\n" for name in good))
-    report.check(f"{len(good)} headers in one unit [{label}]", problem)
-    if not problem:
-        units = ["all.cpp.o", "once_more.o"]
+    # Compiled alone, no header needs an order: the second unit is the first once more.
+    jobs_all = [("in_order.cpp", good)] + ([] if alone else [("in_reverse.cpp", good[::-1])])
+    for (unit, _), problem in zip(jobs_all, in_parallel(jobs, compiled, jobs_all)):
+        report.check(f"{len(good)} headers in one unit, {unit[:-4].replace('_', ' ')} [{label}]", problem)
+        if not problem:
+            units.append(unit + ".o")
+    if alone and units:
+        units.append("once_more.o")
         shutil.copy(work / units[0], work / units[1])
     (work / "main.cpp").write_text("int main() {}\n")
     # A library's own symbols may stay open: nothing is run.
     status, output = run([*compiler, "-pthread", "main.cpp", *units,
                           "-Wl,--unresolved-symbols=ignore-all", "-o", "all"], cwd=work)
-    report.check(f"no duplicate symbol over two units [{label}]", last_lines(output) if status else
+    report.check(f"no duplicate symbol over {len(units)} units [{label}]", last_lines(output) if status else
                  "" if units else "there is no unit")
 
 

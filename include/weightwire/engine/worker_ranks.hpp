@@ -97,8 +97,8 @@ public:
 
     [[nodiscard]] bool open() const noexcept { return receivers_ != nullptr; }
     /// Opens a receiver for every rank, once the old ones are let go of; makes them unless they may
-    /// be opened again and have the same places. `with` may be gone
-    /// afterwards, its manifest not before `release`.
+    /// be opened again and have the same places. `with` may be gone afterwards, its manifest not
+    /// before `release`.
     /// @throws what a receiver throws; none is open then.
     void open(const transport_open& with, int rank_offset, int world_size, deadline until,
               turn& mine) {

@@ -58,8 +58,8 @@ struct basic_backend {
     loader_function loader{};
     /// Empty: not called.
     traffic_function on_traffic{};
-    /// Name of the node: ranks with equal names reach each other's memory. Empty: the
-    /// machine's boot id. A name of its own keeps a worker from taking and giving within its node.
+    /// Name of the node: ranks with equal names reach each other's memory. Empty: the machine's
+    /// boot id. A name of its own keeps a worker from taking and giving within its node.
     std::string node{};
     /// Where the trainer has it take bytes for its node (a fabric with `within_node`): memory of
     /// this rank in which they land and node peers read them. As many chunks as fit are on their
